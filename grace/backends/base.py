@@ -24,10 +24,10 @@ from grace.core.dtypes import ITEMSIZE
 
 Array = Any
 PIECE = 2**19
-"""Elements per chunk that fit a core's cache with a few temporaries; smaller chunks cost more calls."""
+"""Number of elements per chunk: the chunk and a few temporaries fit a core's cache; smaller ones cost more calls."""
 
 HOSTED = 2**14
-"""Minimum elements for passing arrays to another toolkit's kernels on the same host."""
+"""Minimum number of elements for passing an array to NumPy's kernels on the same host."""
 
 
 class Backend(ABC):
@@ -39,7 +39,7 @@ class Backend(ABC):
     mutable: bool = False
     """Arrays can be written to: all of `buffers` works."""
     piece: int = 0
-    """Elements per cache-sized chunk of a long vector; 0: do not cut."""
+    """Number of elements per cache-sized chunk of a long vector; 0: do not cut vectors."""
 
     buffers = cached_property(Buffers)
     """Arrays as memory."""
@@ -68,7 +68,7 @@ class Backend(ABC):
 
     @property
     def kernels(self) -> Any:
-        """Kernels for whole methods (`grace.kernels.host`, `.triton`; one may raise `Unavailable`), or None."""
+        """Kernels for whole methods (`grace.kernels.host`, `.triton`; a kernel may raise `Unavailable`), or None."""
         return None
 
     @property
@@ -84,10 +84,10 @@ class Backend(ABC):
     def hosted(
         self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
     ) -> list[Array]:
-        """The results of ``work``, which runs on NumPy arrays and must not change its arguments.
+        """Run ``work`` on the arrays, as NumPy arrays, and return its results as arrays of this backend.
 
-        ``made``: dtypes and shapes of the results, with None for dimensions known only to ``work``. Outside of graphs,
-        ValueError propagates unchanged.
+        ``work`` must not change its arguments. ``made``: dtypes and shapes of the results, with None for dimensions
+        known only to ``work``. Outside of graphs, ValueError propagates unchanged.
         """
         raise NotImplementedError(f"{self.name} has no other host")
 
@@ -254,7 +254,7 @@ class Backend(ABC):
         return self.all(self.isfinite(x))
 
     def excess(self, x: Array, bound: Array) -> Array:
-        """float64[3] of the excesses of magnitudes over a bound: their number, their sum, their sum of squares.
+        """float64[3]: number, sum and sum of squares of the excesses of magnitudes over a bound.
 
         ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x must not be
         empty.
@@ -298,7 +298,7 @@ class Backend(ABC):
 
     @abstractmethod
     def sort(self, x: Array) -> Array:
-        """Ascending along the last axis; NaN: anywhere."""
+        """Sort along the last axis, ascending; NaN may end up anywhere."""
 
     def ranked(self, x: Array, ranks: Array) -> Array:
         """float32[K]: the elements at positions int32[K] of the sorted vector."""
@@ -306,7 +306,7 @@ class Backend(ABC):
 
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
-        """int32[K]: ascending positions where a bool vector is true. Only this function's shape depends on values."""
+        """int32[K]: ascending positions where a bool vector is true. Only its shape and `beyond`'s depend on values."""
 
     def beyond(self, x: Array, bound: Array) -> Array:
         """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""
@@ -378,7 +378,7 @@ class Backend(ABC):
 
     @abstractmethod
     def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
-        """x itself if the bool scalar ok() is true, else ValueError(message). A graph gets an assertion on x.
+        """Return x if ok(), a bool scalar, is true; else raise ValueError(message). A graph gets an assertion on x.
 
         Skipped on a device, to avoid a synchronisation.
         """

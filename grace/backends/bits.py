@@ -1,4 +1,4 @@
-"""Bits in bytes."""
+"""Packed bits: eight in each byte."""
 
 from __future__ import annotations
 

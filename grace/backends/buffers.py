@@ -20,18 +20,18 @@ class Buffers:
         return self._xp.zeros(shape, dtype)
 
     def payload_arena(self, size: int) -> AbstractContextManager[None]:
-        """A context whose `empty_payload` arrays are adjacent, if they fit into ``size`` bytes.
+        """A context manager: arrays that `empty_payload` makes inside it are adjacent, if they fit into ``size`` bytes.
 
-        Concatenating them is free.
+        `concat_bytes` then returns them without a copy.
         """
         return nullcontext()
 
     def empty_payload(self, shape: Any, dtype: str = "float32") -> Array:
-        """As `empty`, for an array that will be part of a message."""
+        """An uninitialised array, as from `empty`, that will be part of a message."""
         return self.empty(shape, dtype)
 
     def streaming_writes(self, n: int) -> AbstractContextManager[None]:
-        """A context for writing n elements in total that are not read soon."""
+        """A context manager for writing n elements in total that are not read soon."""
         return nullcontext()
 
     def copy(self, x: Array) -> Array:

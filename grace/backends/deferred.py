@@ -7,9 +7,9 @@ from typing import Any
 
 
 class DeferredKernels:
-    """A queue of kernel calls.
+    """A queue of kernel calls, to run them without Python code in between.
 
-    Python code between two kernels runs several times slower, since gradients have filled the caches.
+    Such code would run several times slower than usual, since kernels fill the caches with gradients.
     """
 
     def __init__(self) -> None:

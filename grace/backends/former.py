@@ -55,4 +55,4 @@ FORMER = {
     }.items()
     for old, new in names.items()
 }
-"""The group and name that replaced each."""
+"""By former name: the group and the name that replaced it."""

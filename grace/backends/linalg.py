@@ -20,11 +20,11 @@ class Linalg(ABC):
 
     @abstractmethod
     def eigh(self, x: Array) -> tuple[Array, Array]:
-        """w[n], descending, and v[n, n], columns, with x v = v diag(w), for a symmetric and finite x[n, n]."""
+        """Eigenvalues w[n], descending, and eigenvectors, the columns of v[n, n], of a symmetric and finite x[n, n]."""
 
     @abstractmethod
     def solve(self, a: Array, b: Array) -> Array:
-        """x[n, m] with a x = b, for a regular a[n, n]."""
+        """x[n, m] with a x = b, for an invertible a[n, n] and b[n, m]."""
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
         """[m, n] -> each row divided by its largest magnitude (or 1 if that is 0), and bool[m, 1]: is it above 0."""

@@ -1,4 +1,4 @@
-"""NumPy: the reference, on the host."""
+"""The NumPy backend: the reference, on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grace.core.rng import MASK32, noise_offset, noise_rows
 from grace.kernels.host import host_kernels, settled
 
 NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
-"""NumPy builds a dtype's name on each access, which is slower than a lookup."""
+"""The name of each dtype: NumPy builds it on each access, which is slower than a lookup."""
 
 
 class NumpyBuffers(Buffers):

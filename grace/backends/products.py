@@ -1,4 +1,4 @@
-"""Products of low-rank factors, of NumPy arrays: in groups of rows that fit a cache."""
+"""Products of low-rank factors, as NumPy arrays, in groups of rows that fit a cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 Array = Any
 FEW = 2**17
-"""Elements per low-rank product: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies small matrices two to
-three times as fast as OpenBLAS or MKL multiply large ones.
+"""Number of elements per group of rows: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies small matrices
+two to three times as fast as OpenBLAS or MKL multiply large ones.
 """
 
 
 def unit_rows(x: Array) -> tuple[Array, Array]:
-    """`Backend.unit_rows`: for the few rows of a factor, two NumPy calls cost less than six PyTorch calls."""
+    """`Linalg.unit_rows`: for the few rows of a factor, two NumPy calls cost less than six PyTorch calls."""
     largest = np.abs(x).max(1, keepdims=True)
     alive = largest > 0
     largest[largest == 0] = 1
@@ -50,7 +50,7 @@ def right_factor(p: Array, matrix: Array, residual: Array | None = None) -> Arra
 
 
 def room(p: Array, q: Array) -> int:
-    """Size of the buffer for `products`."""
+    """Number of elements of the buffer that `products` needs."""
     return min(p.shape[0], _height(q.shape[1])) * q.shape[1]
 
 
@@ -74,7 +74,7 @@ def write_product(out: Array, p: Array, q: Array) -> None:
 
 
 def part_product(x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-    """`Backend.part_product`. Computes products in place, so that only two arrays occupy the cache."""
+    """`Linalg.part_product`. Computes products in place, so that only two arrays occupy the cache."""
     b, (taken_p, taken_q) = q.shape[1], taken or (p, q)
     for rows in _rows(p.shape[0], b):
         part = slice(rows.start * b, rows.stop * b)

@@ -10,10 +10,10 @@ from grace.core.rng import NOISE
 
 Array = Any
 LARGE = 2**14
-"""Minimum elements for computing a whole noise table, which all tensors of a step share."""
+"""Minimum number of elements for computing a whole noise table, which all tensors of a step share."""
 
 RECENT = 16
-"""Number of cached tables: those of a step's labels and workers."""
+"""Number of cached tables: a step needs one for each label and worker."""
 
 
 def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Array:
@@ -65,7 +65,8 @@ class Random(ABC):
         return recent(self._cached, keys, make)
 
     def _whole_table(self, keys: tuple[Any, Any]) -> Array:
-        # The noise table, for eager toolkits: all tensors of a step share it. Numbers are centred in steps of 2**-16.
+        # The noise table, for eager toolkits: all tensors of a step share it. Each number is the centre of an interval
+        # of length 2**-16.
         return recent(self._tables, keys, lambda: self._upper(keys, 0, NOISE) + 2.0**-17)
 
     def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Array:

@@ -15,7 +15,7 @@ FEW_RANKS = 8
 
 
 def excess(x: Array, bound: float) -> tuple[float, float, float]:
-    """The number of |x| above a bound, the sum of their excesses, and of their squares; in cache-sized chunks."""
+    """Number, sum and sum of squares of the excesses of |x| over a bound, computed in cache-sized chunks."""
     number, total, squares = 0, 0.0, 0.0
     over, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
     with np.errstate(all="ignore"):
@@ -57,12 +57,12 @@ def ranked(x: Array, ranks: Array) -> Array:
 
 
 def searchsorted(bounds: Array, x: Array) -> Array:
-    """`Backend.searchsorted`; for few bounds without unpredictable branches, in cache-sized chunks."""
+    """`Backend.searchsorted`. For few bounds, searches cache-sized chunks without unpredictable branches."""
     many = len(bounds)
     if not 0 < many < 2**12 or len(x) < 2**10 or bounds.dtype.kind != "f":
         return np.searchsorted(bounds, x).astype(np.int32)
     places, step = np.zeros(len(x), np.int32), 1 << (many.bit_length() - 1)
-    padded = np.full(2 * step, np.inf, bounds.dtype)  # no number exceeds it
+    padded = np.full(2 * step, np.inf, bounds.dtype)  # no number exceeds the padding
     padded[:many] = bounds
     for start in range(0, len(x), PIECE):
         part, place = x[start : start + PIECE], places[start : start + PIECE]

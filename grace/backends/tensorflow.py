@@ -21,7 +21,7 @@ class TensorflowLinalg(Linalg):
     """TensorFlow linear algebra."""
 
     def qr(self, x: Array) -> Array:
-        # float32 squares of very large or small numbers overflow, and TensorFlow's QR does not scale.
+        # float32 squares of very large or small numbers overflow or underflow, and TensorFlow's QR does not scale.
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:
@@ -33,7 +33,7 @@ class TensorflowLinalg(Linalg):
 
 
 class TensorflowRandom(Random):
-    """Random bits, of symbolic keys too."""
+    """Random bits; the keys may be symbolic."""
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         pieces = []
@@ -100,7 +100,7 @@ class TensorflowBackend(Backend):
         return tf.zeros(shape, dtype)
 
     def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
-        # a cast starts from float32
+        # a constant of this dtype: tf.cast would round a Python number to float32 first
         value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
         return tf.fill((shape,) if isinstance(shape, int) else shape, value)
 

@@ -64,8 +64,8 @@ class TorchLinalg(Linalg):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
-    # On the host, with few threads, NumPy computes low-rank products. It always computes the product of the mean:
-    # workers with different numbers of threads must get the same bits.
+    # On the host, without kernels and with few threads, NumPy computes low-rank products. It computes the product of
+    # the mean with any number of threads: workers with different numbers must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self._xp.host_kernels:
             return self._xp.host_kernels.arrays.left_factor(matrix, q, residual)
@@ -155,7 +155,7 @@ class TorchBackend(Backend):
 
     @property
     def host_kernels(self) -> Any:
-        # Kernels for single functions.
+        # CPU kernels, which also replace single functions of this backend; None on a device.
         return host_kernels(self) if self.on_host else None
 
     @property

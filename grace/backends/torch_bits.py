@@ -94,7 +94,7 @@ class TorchRandom(Random):
         return noise.frac_()
 
     def noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
-        """float32[NOISE] and float32[rows, 1]: whole noise rows are the fractions of their sums."""
+        """The noise table, float32[NOISE], and row offsets, float32[rows, 1]: noise rows are the fractions of sums."""
         offsets = torch.tensor(
             [[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32, device=self._xp.device
         )

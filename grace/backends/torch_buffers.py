@@ -100,7 +100,7 @@ FREE = _references([np.empty(1)], 0)
 """Reference count of an array held only by a list; it depends on the interpreter."""
 POOL = Pool()
 SPARSE = Pool(_sparse_octets)
-"""For arrays that will not be filled."""
+"""A pool for arrays that may stay partly unused."""
 
 
 class Arena(threading.local):

@@ -22,7 +22,7 @@ from grace.engine.options import Options
 from grace.engine.setup import Setup, on_host
 
 OUTPUTS = ("record", "record_every", "tracker", "trace")
-"""Options that do not affect the numbers of a training."""
+"""Names of the options that do not affect the results of a training."""
 PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod")
 
 
@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the imported packages."""
+    """The versions of Python and of those `PACKAGES` that are imported."""
     loaded = {name: str(getattr(sys.modules[name], "__version__", "")) for name in PACKAGES if name in sys.modules}
     return {"python": platform.python_version(), **loaded}
 

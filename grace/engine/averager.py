@@ -39,7 +39,7 @@ class Averager:
     # -- settings ----------------------------------------------------------------------------------------------------
     @property
     def method(self) -> Method:
-        """The compressor with its memory, as given."""
+        """The compressor with its memory, without changes by a policy."""
         return self._setup.method
 
     @property
@@ -59,7 +59,7 @@ class Averager:
 
     @property
     def trace(self) -> Any:
-        """Timing of a step; the integrations add their own events."""
+        """The timed events of steps; the integrations add their own."""
         return self._setup.trace
 
     @property

@@ -16,7 +16,7 @@ FIRST_BUCKET_MB = 1.0  # small, so that the first message leaves early in the ba
 
 @dataclass(frozen=True)
 class Tensor:
-    """A gradient as the user names it."""
+    """The name, shape and dtype of a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,14 +31,14 @@ class Tensor:
         return self.size * ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True, eq=False)  # by identity: a step hashes a unit a thousand times
+@dataclass(frozen=True, eq=False)  # hash by identity: a step hashes a unit a thousand times
 class Unit:
-    """One tensor to the method: one gradient, or several as one flat vector."""
+    """What a method compresses as one tensor: one gradient, or several joined as a flat vector."""
 
     name: str
     tensors: tuple[Tensor, ...]
     dense: str = ""
-    """Why it travels uncompressed; empty if it is compressed."""
+    """Why the unit travels uncompressed; empty if it is compressed."""
     lossless: bool = False
     """Whether the method sends gradients uncompressed and has no state for them."""
 
@@ -53,13 +53,13 @@ class Unit:
 
     @cached_property
     def wire(self) -> str:
-        """The wire dtype: the gradients' own, if they share a narrow one; else the dtype of the computation."""
+        """The dtype of lossless payloads: the gradients' own if they share one of under 4 bytes, else `dtype`."""
         (dtype, *others) = {tensor.dtype for tensor in self.tensors}
         return dtype if not others and ITEMSIZE[dtype] < 4 else self.dtype
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether the means are returned in float16, which ends at 65504."""
+        """Whether the means are returned in float16, whose largest value is 65504."""
         return all(tensor.dtype == "float16" for tensor in self.tensors)
 
 
@@ -91,9 +91,10 @@ def layout(
 ) -> list[Bucket]:
     """Buckets of the tensors in reverse order, roughly the order in which a backward pass produces them.
 
-    ``method``: its name, for error texts. ``refusal``: why the method does not compress a tensor; empty if it does.
-    ``options``: `grace.engine.options.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
-    method sends a tensor uncompressed; such tensors are fused only if their dtypes agree.
+    ``method``: the name of the method, for error messages. ``refusal``: a function that returns why the method does not
+    compress a tensor; empty if it does. ``options``: `grace.engine.options.Options`. ``first``: the number of the first
+    bucket. ``lossless``: whether the method sends a tensor uncompressed, by the tensor's name; such tensors are fused
+    only if their dtypes agree.
     """
     buckets: list[Bucket] = []
     bucket_mb = math.inf if options.fuse == "model" else options.bucket_mb
@@ -119,8 +120,8 @@ def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[li
     """Group tensors (any objects with ``size`` and ``nbytes``), in the order of their gradients, into buckets.
 
     A bucket is closed once it is full, so only the last one can be small: each bucket costs a message. Tensors of fewer
-    than ``min_numel`` elements go dense: all of them share one message per step, with the last bucket. ``bucket_mb``:
-    MiB; infinity: one bucket.
+    than ``min_numel`` elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket
+    in MiB; infinity: one bucket.
     """
     groups: list[list[Any]] = []
     small: list[Any] = []

@@ -15,14 +15,15 @@ from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, Setup, on_host
 
 DENSE = "(dense)"
-"""The program of all dense tensors of a bucket."""
+"""The name of the program that averages all dense units of a bucket."""
 
 
 class Commit:
-    """The results of one message. Only this class commits state.
+    """Turns the results of one message into means and new state. Only this class commits state.
 
     The state is left unchanged if no worker had a gradient, or if the mean is not finite; the mean is equal on all
-    workers, so they all decide alike. ``flat``: the memory of each unit's gradient. ``gradients``: the submitted ones.
+    workers, so they all decide alike. ``flat``: each unit's gradient as a vector, whose memory the mean may take.
+    ``levels``: each unit's policy level. ``gradients``: the submitted gradients, by tensor.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Commit:
                 mean, ok = self._judge(unit, mean)
                 in_place = setup.store.commit(unit, self._levels[unit], state, ok, x)
             setup.store.release(unit, ok)
-            # Decode only now: until then the new residual may have used the memory of the mean.
+            # Decode only now that the state is committed: the new residual may have been in x, which receives the mean.
             if in_place:
                 mean = x
             elif isinstance(mean, LazyMean):
@@ -74,7 +75,7 @@ class Commit:
         return means
 
     def counts(self) -> dict[str, list[Any]]:
-        """Bytes sent, bytes received and steps, by unit."""
+        """Number of bytes sent, bytes received and exchanges, by unit."""
         setup = self._setup
         plain = [unit for unit in self._flat if setup.plain(unit, self._levels[unit])]
         sizes = {
@@ -101,7 +102,7 @@ class Commit:
 
     # -- finite means --------------------------------------------------------------------------------------------------
     def _judge(self, unit: Unit, mean: Any) -> tuple[Any, Array]:
-        # Whether a mean is finite, bool[]; decodes a lazy one only if its payloads do not show it.
+        # Returns the mean and whether it is finite, bool[]. Decodes a lazy mean only if its payloads do not show that.
         setup, xp = self._setup, self._setup.xp
         seen = self._marks.get(unit)
         if seen is None:
@@ -120,8 +121,8 @@ class Commit:
         return self._setup.store.any(unit, self._levels[unit]) or self._setup.options.nonfinite != "poison"
 
     def _narrow(self, unit: Unit) -> bool:
-        # A residual may push a mean beyond float16. After a reduce-scatter each worker has only its own row, so skip
-        # the check: workers could not decide alike.
+        # A residual may push a mean beyond float16's range. After a reduce-scatter each worker has only its own row, so
+        # skip the check: workers could not decide alike.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, LazyMean]:

@@ -1,4 +1,4 @@
-"""Compiled chunk functions of blockwise methods, for PyTorch."""
+"""Chunk functions of blockwise methods, compiled by PyTorch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class FastMethod(Method):
             and bool(ctx.xp.piece)
         )
         if compensated is None:
-            # A deferred residual is written to the previous residual's memory, so x must not be there.
+            # A deferred residual is written to the previous residual's memory, so x must not share that memory.
             here = without_rollback(ctx) if defer else ctx
             x, memory = yield from as_program(for_memory.compensate(self.memory, x, memory, here))
             program = as_program(accelerator.compress(self.compressor, x, kept, ctx))
@@ -77,9 +77,9 @@ class FastMethod(Method):
 def encode(
     compressor: Compressor, memory: Memory, x: Array, state: State, ctx: Context
 ) -> tuple[Payload, State] | None:
-    """Payload and next state by one kernel, or in chunks; None if neither applies. x is donated.
+    """Encode with one kernel, or chunk by chunk: the payload and the next state; None if neither applies. x is donated.
 
-    The workspace may defer the kernels.
+    If the workspace defers kernels, they fill these arrays later.
     """
     if not memory.standard_feedback or ctx.size == 0:
         return None
@@ -96,8 +96,8 @@ def encode(
 def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
     xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
     each = template(compressor, xp, (units,), ctx.wire)
-    # Allocate the whole payload, slightly too long, and let each chunk write its part: concatenation would copy once
-    # more.
+    # Allocate the whole payload, slightly too long, and write each chunk's payload to its part: concatenation would
+    # cost another copy.
     whole = [xp.buffers.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
     forms = compiled(xp) if workspace(ctx).compile and not compressor.traits.lossless else None

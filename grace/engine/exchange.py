@@ -1,4 +1,4 @@
-"""One exchange: averages the gradients of a step. Dropping it is the rollback."""
+"""One exchange: averages the gradients of a step. An exchange that is dropped is rolled back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grace.engine.workspace import Workspace
 
 
 class Exchange:
-    """Submitted gradients, messages in flight, and finally the means."""
+    """The state of one exchange: submitted gradients, messages in flight, and finally the means."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -26,13 +26,14 @@ class Exchange:
         self.failure = ""
         """The reason why this worker gives up the step; empty if it does not."""
         self.skipped = 0
-        """Number of units whose mean is known not to be finite; only hosts know."""
+        """Number of units whose mean is not finite, as far as the host knows: means on a device are not counted."""
         self._donated: set[str] = set()
+        # each launched message ("flight"): the scheduler of its programs, and its units' gradients as vectors
         self._flights: list[tuple[RoundScheduler, dict[Unit, Array]]] = []
         self._launched = 0  # number of launched buckets
-        self._departed = False  # whether all launched buckets were sent; some may still wait for the pool
-        self._switched: dict[str, Array] = {}
-        self._samples: dict[Unit, Array] = {}  # of this worker's gradients, for a policy that measures noise
+        self._departed = False  # whether all launched buckets were sent; some may still wait for the thread pool
+        self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
+        self._samples: dict[Unit, Array] = {}  # samples of this worker's gradients, to measure noise
 
     @property
     def begun(self) -> bool:
@@ -62,7 +63,7 @@ class Exchange:
     def launch_complete(self) -> None:
         """Launch the next complete buckets, in order."""
         if self._setup.offload is not None and self._flights:
-            self._flights[-1][0].depart()  # its message may have waited for the pool
+            self._flights[-1][0].depart()  # its message may still wait for the thread pool
         buckets = self._setup.table.buckets
         while self._launched < len(buckets) and buckets[self._launched].names <= self.gradients.keys():
             self.launch_next()
@@ -140,8 +141,8 @@ class Exchange:
             return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, deferred)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
-        # Groups of units that share a switch in a graph: one group of all units, or one for each. Compressed units come
-        # first.
+        # Groups of units that share a switch in a graph: one group of all units, or one for each compressed unit.
+        # Compressed units come first.
         schedule = self._setup.schedule
         compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
         if schedule is not None and schedule.policy.together and compressed:
@@ -150,7 +151,7 @@ class Exchange:
 
     def _switch(self, name: str, flat: dict[Unit, Array], step: Any) -> None:
         # Trace the whole exchange at each level, so that a change of level needs no retracing.
-        # Byte counts are added outside: a common variable would serialise the switches.
+        # Add byte counts outside the switch: a variable that all switches assign would serialise them.
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
@@ -269,7 +270,7 @@ class Exchange:
     def drop(self) -> None:
         """Release the gradients' memory and roll back uncommitted state."""
         for flight, _ in self._flights:
-            flight.rest()  # the pool may still use the gradients' memory
+            flight.rest()  # the thread pool may still use the gradients' memory
         self._setup.store.rollback()
 
     # -- policy ------------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ class Exchange:
         return xp.concat(flat) if len(flat) > 1 else flat[0]
 
     def _show_probe(self, flat: Iterable[Unit], exact: Array, means: Mapping[str, Array | None]) -> None:
-        # ``exact``: the means of all samples, one after the other.
+        # ``exact``: the exact means of all samples, concatenated.
         setup = self._setup
         assert setup.schedule is not None
         assert setup.probe is not None

@@ -14,9 +14,9 @@ from grace.transports.launched import JOINED
 
 
 def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
-    """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference.
+    """Compare settings and tensors with the other workers'; returns the largest ``number`` of all workers.
 
-    Returns the largest ``number`` of all workers.
+    If they differ, all workers raise a ValueError that names the difference.
     """
     if transport.size == 1:
         return number

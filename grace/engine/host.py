@@ -1,4 +1,4 @@
-"""NumPy's kernels for another toolkit on the same host."""
+"""Runs methods of another toolkit on the same host with NumPy's kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
     """The host backend that runs a method instead of the toolkit; None: the toolkit runs it.
 
-    A third-party method stays with its toolkit: it may support no other.
+    Third-party methods always run on the toolkit: they may support no other.
     """
     if ctx.size < HOSTED or (host := ctx.xp.host) is None or compressor.traits.lossless:
         return None

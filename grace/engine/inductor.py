@@ -2,8 +2,8 @@
 functions.
 
 All chunks have one size, so one compilation serves tensors of every size. Random numbers are inputs: values that
-change from step to step must not be compiled in. Float64 sums, rounded to float32, are assumed not to depend on the
-order of additions, as between toolkits.
+change from step to step must not be compiled in. As between toolkits, a float64 sum that is rounded to float32 is
+assumed not to depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ TOPS = (127, 7, 1)
 
 
 class Uncompiled(Exception):
-    """The reason why a chunk cannot be compiled."""
+    """Raised if a chunk cannot be compiled; the message is the reason."""
 
 
 class TraceableBits(TorchBits):
-    """Bits without NumPy."""
+    """Packed bits, computed without NumPy."""
 
     def pack(self, mask: Array) -> Array:
         n = mask.shape[0]
         if n % 8:
             return super().pack(mask)
-        # Floats vectorise; integers do not.
+        # The compiler vectorises this sum for floats, but not for integers.
         weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float32, device="cpu")
         return (mask.view(-1, 8).to(torch.float32) * weights).sum(1).to(torch.uint8)
 
@@ -60,7 +60,7 @@ class TraceableBits(TorchBits):
         return values(packed, m)
 
     def _bits(self, packed: Array) -> Array:
-        # Shift whole 32-bit words, whose bits fill two vectors: bytes do not vectorise.
+        # Shift 32-bit words instead of bytes: the compiler does not vectorise operations on bytes.
         words = packed.view(torch.int32).view(-1, 1)
         return ((words >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1).view(-1)
 
@@ -120,7 +120,7 @@ class Draw:
 
 
 class Stream(Rng):
-    """Takes its numbers from ``draw``."""
+    """A random stream whose numbers come from ``draw(kind, n)``."""
 
     def __init__(self, xp: Any, draw: Callable[[str, int], Array]):
         self._xp, self._draw = xp, draw
@@ -189,7 +189,7 @@ class Forms:
         return self._run(key, compressor, run, (*vectors, *payload, *numbers))
 
     def mean(self, compressor: Compressor, out: Array, payloads: Sequence[Payload], agreed: bool, ctx: Context) -> bool:
-        """Write the mean of the payloads, or the one that all agreed on, to ``out``. False: not compiled."""
+        """Write the mean of the payloads, or if ``agreed`` the first one decoded, to ``out``. False: not compiled."""
         count = 1 if agreed else len(payloads)
         key = ("decode", compressor, ctx.shape, count, agreed, ctx.world_size)
         form = self._form(key, compressor, lambda: self._decoding(compressor, ctx, count, agreed))
@@ -285,7 +285,7 @@ class Forms:
         given = [array.clone() for array in arrays]
         run(*given)
         found = tuple(given[len(vectors) : len(vectors) + len(plain)])
-        if not all(map(_equal, found, plain)):  # differs, as after sums in another order
+        if not all(map(_equal, found, plain)):  # they may differ, for example after sums in another order
             raise Uncompiled("compiled, its payload would not be the same to the bit")
         if feedback and not _equal(given[0], compressor.residual(v.clone(), found, ctx)):
             raise Uncompiled("compiled, its residual would not be the same to the bit")
@@ -325,7 +325,7 @@ class Forms:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    # Combine the arrays of `Draw.inputs`: a single one unchanged, or the fraction of a table plus an offset per row.
+    # Combine the arrays of `Draw.inputs`: a single array stays; a table is added to each row's offset, modulo 1.
     if len(parts) == 1:
         return parts[0]
     sums = (parts[0].view(1, -1) + parts[1]).view(-1)
@@ -346,7 +346,7 @@ def _fit(arrays: Sequence[Array], like: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _aligned(x: Array) -> Array:
-    # The compiled code reads bits as words, but a message may not align them.
+    # The compiled code reads bits as words, but arrays in a message may be unaligned.
     return x if x.data_ptr() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0 else x.clone()
 
 

@@ -28,7 +28,7 @@ class LazyMean(Lazy):
 
     @property
     def marked(self) -> bool:
-        """Whether `marks` show if the mean is finite; otherwise it must be decoded."""
+        """Whether `marks` show if the mean is finite; otherwise only the decoded mean shows it."""
         return self._compressor.traits.nonfinite_in_payload
 
     def marks(self) -> list[Array]:
@@ -39,7 +39,7 @@ class LazyMean(Lazy):
 
     @property
     def placed(self) -> bool:
-        """Whether `places` are known, since the payloads lie in messages."""
+        """Whether `places` are known: the payloads are parts of received messages."""
         return isinstance(self._payloads, GatheredPayloads)
 
     def places(self) -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ class LazyMean(Lazy):
         ]
 
     def array(self, deferred: DeferredKernels | None = None) -> Array:
-        """float32[n], filled later if ``deferred`` has the kernel. ValueError names the sender of a bad payload."""
+        """The mean, float32[n]; a kernel in ``deferred`` may fill it later. ValueError names a bad payload's sender."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
             return self.into(xp.buffers.empty(ctx.size, ctx.dtype), deferred)
@@ -142,7 +142,7 @@ class LazyMean(Lazy):
 
 
 class LazyShardedMean(LazyMean):
-    """The mean of a tensor from one payload for each consecutive shard, not decoded yet."""
+    """The mean of a tensor whose consecutive shards have one payload each, not decoded yet."""
 
     def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]):
         super().__init__(compressor, payloads, ctx, agreed=True)
@@ -184,7 +184,7 @@ class DeferredResidual:
 
 
 def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:
-    """Whether the marks of all these means are finite: one check for all is cheaper than one each."""
+    """Whether the marks of all these means are finite: a joint check is cheaper than one for each mean."""
     kernels = xp.kernels
     if kernels and kernels.arrays.finite and all(mean.placed for mean in means):
         places = [place for mean in means for place in mean.places()]

@@ -16,13 +16,14 @@ class Meter:
     def __init__(self, xp: Backend):
         self._xp = xp
         self._totals: dict[str, list[int]] = {}
+        # in graphs: lists of units, each with a cell of their counts, int64[units, 3]
         self._segments: list[tuple[list[str], Any]] = []
 
     def extend(self, names: list[str]) -> None:
-        """Start to count these units."""
+        """Start counting for these units."""
         self._totals.update({name: [0, 0, 0] for name in names})
         if self._xp.traced:
-            # A graph counts when it runs, into a cell that stays even if units are added later.
+            # A graph counts when it runs; its cell remains in use if units are added later.
             self._segments.append((names, self._xp.cell(self._xp.zeros((len(names), 3), "int64"))))
 
     def count(
@@ -34,7 +35,8 @@ class Meter:
     ) -> dict[str, list[Any]]:
         """The counts of one exchange of these units, from each unit's collectives and their results.
 
-        ``rank_in``: the rank in a group. ``dense``: bytes of units that were averaged uncompressed.
+        ``rank_in``: this worker's rank in a group, by the group's name. ``dense``: bytes of units that were averaged
+        uncompressed.
         """
         counts: dict[str, list[Any]] = {unit: [dense.get(unit, 0), dense.get(unit, 0), 1] for unit in units}
         for unit, collective, result in exchanged:

@@ -28,12 +28,12 @@ State = Mapping[str, Any]
 
 
 class Checked(NamedTuple):
-    """States that can be loaded."""
+    """Checked states, ready to be loaded."""
 
     states: tuple[State, ...]
-    """The states, with this worker's names of units."""
+    """The states, under this worker's names of units."""
     fitted: list[Fitted]
-    """The arrays that `load` would set; empty before there are tensors."""
+    """The arrays that `load` sets; empty before there are tensors."""
     step: int
 
 
@@ -125,7 +125,7 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
         if gone:
             changed.add(name)
     carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
-    for name in sorted((changed | carried & units.keys()) - mine.keys()):  # the tensor goes dense now, or did before
+    for name in sorted((changed | carried & units.keys()) - mine.keys()):  # the tensor is dense now, or was before
         mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
     for state in states:
         check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
@@ -165,7 +165,7 @@ def load(setup: Setup, found: Checked) -> None:
 
 
 def _taken_over(setup: Setup, states: Sequence[State]) -> State:
-    # The old worker's state that this worker adopts if arrays have no rule.
+    # The state of the old worker whose policy state this worker adopts.
     state = states[setup.rank % len(states)]
     if setup.schedule is None or not state.get("policy") or state["rank"] == setup.rank:
         return state

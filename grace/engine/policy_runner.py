@@ -21,7 +21,7 @@ from grace.engine.policy_state import check_plain
 from grace.engine.probe import NoiseProbe
 
 MEASURED = 10
-"""The number of steps, at the end of an interval, in which noise without error feedback is measured."""
+"""Number of steps at the end of a trial in which noise is measured, for levels without error feedback."""
 
 
 class Schedule:
@@ -37,17 +37,17 @@ class Schedule:
         self.step = 0
         """Number of exchanges at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """By tensor: the epochs in which its level changed, and the new levels. With trials, steps take the place of
-        epochs.
+        """By tensor: pairs of the epoch from which a level was in use and that level. With trials, steps take the
+        place of epochs.
         """
         self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step of the current trial
         self._told = 0  # the last step that `trial_over` counted
         self._lr: float | None = None
         self._xp: Any = None
         self._sums: dict[str, Any] = {}
-        self._cells: dict[str, Any] = {}  # levels, for graphs
-        self._flag: Any = None  # `watching`, for graphs
-        self._feeding: Any = None  # `_feeds_back`, for graphs
+        self._cells: dict[str, Any] = {}  # by tensor, a cell with its level, which graphs read
+        self._flag: Any = None  # a cell with `watching`, which graphs read
+        self._feeding: Any = None  # `_feeds_back` as an array, for graphs
         self.probe = NoiseProbe() if policy.measures_noise else None
         """Measures the noise of exchanges, if the policy needs it."""
 
@@ -105,7 +105,7 @@ class Schedule:
         return sums if self.probe is None else [*sums, *self.probe.cells(name)]
 
     def feeds_back(self, name: str) -> Any:
-        """1 if error feedback adds a mean's error to later steps, else 0; a graph reads it at run time."""
+        """1 if error feedback adds the error of a tensor's mean to later steps, else 0; graphs read it at run time."""
         if self._feeding is not None:
             return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
         return self._feeds_back[self.level(name)]
@@ -167,17 +167,17 @@ class Schedule:
         return self.policy.trial(self.decision, workers) is not None
 
     def measures(self, workers: int) -> bool:
-        """Whether this step's noise is measured: in trials, and in the last steps of later intervals.
+        """Whether this step's noise is measured: in the last `MEASURED` steps of a trial.
 
-        With error feedback it is in every step of an interval, since the probe follows the held error. A graph, which
-        is traced once, measures always.
+        With error feedback, noise is measured in every step of a trial, since the probe must follow the held error. A
+        graph is traced once, so it measures in every step.
         """
         if self.probe is None or self._xp.traced:
             return self.probe is not None
         wanted = self.policy.trial(self.decision, workers)
         if wanted is None:
             return False
-        last = len(self._moments) >= wanted + 2 - MEASURED  # two steps precede those of an interval
+        last = len(self._moments) >= wanted + 2 - MEASURED  # two untimed steps come first
         return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
 
     def trial_over(self, step: int, workers: int) -> bool:
@@ -188,7 +188,7 @@ class Schedule:
         self._told = step
         self._moments.append((perf_counter(), step))
         if self.probe is not None and len(self._moments) == 2:
-            self.probe.reset()  # noise, as times, is measured in the steps after these
+            self.probe.reset()  # like times, noise is measured only after two steps
         return len(self._moments) > (wanted and wanted + 1)
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:

@@ -10,7 +10,7 @@ from grace.core.policy import Policy, number
 
 
 def check_plain(plain: Any, policy: Policy, count: int, names: Collection[str]) -> None:
-    """Raise ValueError unless ``data`` is plain data of a policy with ``count`` levels for the tensors ``names``."""
+    """Raise ValueError unless ``plain`` is plain data of a policy with ``count`` levels for the tensors ``names``."""
 
     def whole(value: Any, least: int, most: float = math.inf) -> bool:
         return type(value) is int and least <= value <= most

@@ -11,7 +11,7 @@ from grace.core import Array
 from grace.core.policy import Noise
 
 LEAST, SHARE = 64, 2048
-"""A sample has one element in ``SHARE``, but at least ``LEAST``, or the whole of a smaller tensor."""
+"""A sample has one element in ``SHARE``, but at least ``LEAST`` elements; smaller tensors are sampled whole."""
 
 
 def positions(name: str, size: int) -> list[int]:
@@ -25,11 +25,11 @@ def positions(name: str, size: int) -> list[int]:
 
 
 class NoiseProbe:
-    """Compares exchanged means with exact ones, which cost a message of the sampled elements in each step.
+    """Compares exchanged means with exact means, on sampled elements, whose exact averaging costs a message per step.
 
     The probe computes from the means what error feedback holds back, so it need not read residuals. The wanted mean is
-    the exact one plus the held error; the held error of the next step is the wanted mean minus the exchanged one. Both
-    are equal on all workers, as means are; only the distance of a worker's gradient to the exact mean is its own
+    the exact one plus the held error; the held error of the next step is the wanted mean minus the exchanged one. Like
+    all means, these are equal on all workers; only the distance from a worker's gradient to the exact mean differs
     (`sums`).
     """
 
@@ -38,7 +38,7 @@ class NoiseProbe:
         self._positions: dict[str, Array] = {}
         self._sizes: dict[str, int] = {}
         self._held: dict[str, Any] = {}  # held errors by tensor, float32[sample]
-        self._sums: dict[str, Any] = {}  # by tensor, float32[3], as `Noise`
+        self._sums: dict[str, Any] = {}  # summed squares by tensor, float32[3], as in `sums`
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
         """Add tensors, by their numbers of elements."""
@@ -61,7 +61,7 @@ class NoiseProbe:
         return [book[name] for book in (self._held, self._sums) if name in book]
 
     def count(self, name: str) -> int:
-        """Elements of a tensor's sample."""
+        """Number of elements of a tensor's sample."""
         return int(self._xp.shape(self._positions[name])[0])
 
     def sample(self, name: str, x: Array) -> Array:
@@ -91,8 +91,8 @@ class NoiseProbe:
     def sums(self) -> Array:
         """float32[3 * tensors]: for each tensor three squared norms, summed over steps and scaled to the whole tensor.
 
-        They are those of the error, of the wanted mean, and of this worker's gradient minus the exact mean. `noise`
-        takes their means over the workers.
+        They are the squared norms of the error, of the wanted mean, and of this worker's gradient minus the exact mean.
+        `noise` takes their means over the workers.
         """
         xp = self._xp
         rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]

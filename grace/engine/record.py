@@ -15,7 +15,7 @@ from typing import Any
 from grace.engine.report import Report
 
 FORMAT = 1
-# facts about a tensor, written again when they change
+# names of the facts about a tensor, which are written again when they change
 FACTS = ("name", "shape", "method", "reason", "strategy", "level")
 BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # required keys of the first line
 START: dict[str, Any] = {
@@ -158,10 +158,10 @@ def _short(norm: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a record: consecutive steps, with the tensors as they were then."""
+    """A line of a record: facts about consecutive steps, and the tensors as they were then."""
 
     step: int
-    """Number of steps in total when the line was written."""
+    """The number of all steps up to this line."""
     steps: int
     seconds: float
     """Wall time of these steps, including everything outside GRACE."""
@@ -169,14 +169,14 @@ class Line:
     bytes_received: int
     bytes_dense: int
     times: dict[str, float]
-    """Seconds of `grace.engine.report.Report.times` in these steps."""
+    """Seconds in these steps, with the keys of `grace.engine.report.Report.times`."""
     skipped: int
     sent: list[int]
-    """Bytes sent, by tensor; ``dense``: bytes of the gradients; ``residual``: norms at the end."""
+    """Bytes sent, in the order of ``tensors``; ``dense``: bytes of the gradients; ``residual``: norms at the end."""
     dense: list[int]
     residual: list[float | None]
     tensors: list[dict[str, Any]]
-    """Name, shape, method, reason, strategy and level by tensor."""
+    """Name, shape, method, reason, strategy and level of each tensor."""
 
     @property
     def ratio(self) -> float:
@@ -253,7 +253,7 @@ class Run:
         return {**own, "elsewhere": max(self.total("seconds") - sum(own.values()), 0.0)} if own else {}
 
     def thinned(self, most: int) -> list[Line]:
-        """This record with about ``most`` lines or fewer: consecutive ones are joined."""
+        """The lines of this record, joined with their neighbours if there are more than about ``most``."""
         width = max(-(-len(self.lines) // most), 1)
         found: list[Line] = []
         for number, line in enumerate(self.lines):

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor, or the vector into which several were fused."""
+    """Facts and counts of one tensor, or of the vector into which several tensors were fused."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Totals of one worker since it began. Bytes are those of the arrays that were passed to the library and received.
+    """Totals of one worker since the counts began.
 
-    The library decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an allgather
-    N-1 times.
+    Bytes are those of the arrays that were passed to the transport, or received from it. The communication library
+    decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an allgather N-1 times.
     """
 
     steps: int

@@ -22,9 +22,9 @@ class Reporter:
     def __init__(self, setup: Setup):
         self._setup = setup
         self.notes: dict[str, str] = {}
-        """Remarks on tensors."""
+        """Remarks for the report, by tensor."""
         self.parameters: Callable[[], list[TensorReport]] = list
-        """Returns the traffic of parameters."""
+        """A function that returns the rows of `Report.parameters`."""
         self.first_step = 0
         self.skipped = 0
         self.discarded = 0
@@ -35,7 +35,7 @@ class Reporter:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self, norms: bool = True) -> Report:
-        """``norms``: include the norms of residuals, which takes a pass over all residuals and waits for a device."""
+        """The report. ``norms``: add the norms of residuals, which takes a pass over them and waits for a device."""
         setup = self._setup
         units = setup.table.units
         leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
@@ -131,7 +131,7 @@ class Reporter:
             self._recorder.begin(self.report(), self._setup.step_number(), about(self._setup))
 
     def record(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Write a line, and ``metrics``. Raises on all workers, though only worker 0 writes."""
+        """Write a line, with ``metrics``. Only worker 0 writes, but all workers raise errors."""
         numbers = checked(metrics or {})
         if numbers and not self._setup.bound:
             raise RuntimeError("there are no tensors yet: record metrics after the first step, or call build first")
@@ -141,7 +141,7 @@ class Reporter:
     def step_passed(self) -> None:
         """Write a line of the record if one is due.
 
-        After the first step, warn if this worker received more than in a dense allreduce.
+        After the first step, worker 0 warns if it received more than in a dense allreduce.
         """
         setup = self._setup
         if not self._weighed and not setup.xp.tracing and setup.schedule is None:

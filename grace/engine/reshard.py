@@ -1,4 +1,4 @@
-"""Resharding: state for another number of workers."""
+"""Resharding: converts the state of one number of workers to another number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from grace.core import Context, Resize
 from grace.core.method import Method
 
 Points = Mapping[str, tuple[Method, Context]]
+"""The method and context of each compression point, by the point's name."""
 Places = Mapping[str, Sequence[int]]
 """Offset in the tensor and number of elements, by compression point."""
 Tensors = dict[str, dict[str, Any]]
+"""State arrays, by unit and then by key."""
 
 RESIDUAL = "residual"
 CARRIED = "carried"
@@ -20,9 +22,9 @@ CARRIED = "carried"
 
 
 def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Mapping[str, Any]]:
-    """All workers' states of one run, in rank order. Raises ValueError if they are not from one run.
+    """The states of all workers of a run, in rank order. Raises ValueError if they are not from one run.
 
-    ``lost``: some may be missing.
+    ``lost``: some states may be missing.
     """
     ordered = sorted(states, key=lambda state: state["rank"])
     ranks, first = [state["rank"] for state in ordered], ordered[0]
@@ -152,15 +154,16 @@ def resized(
     size: int,
     changed: Collection[str] = (),
 ) -> Tensors:
-    """The state of worker ``rank`` among ``size`` workers, from the states of all workers of a run with another number.
+    """The state of worker ``rank`` of ``size``, from the states of all workers of a run with another number of workers.
 
-    ``states`` of lost workers may be missing; their data is lost.
+    ``states``: those of lost workers may be missing; their data is lost.
     ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each array
     follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the old
     workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
     Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
-    ``changed``: units with another strategy now. All sums of the old strategy go to the first point of the new one, or
-    are carried if it has none; the rest starts fresh.
+    ``changed``: units with another strategy now. Their residuals are summed into the first compression point of the new
+    strategy, or carried to the next gradient if it has no such point. The means of the first compression move too; all
+    other arrays start fresh.
     """
     return {
         unit: (
@@ -182,7 +185,7 @@ def _follow(
     size: int,
     was: str | None = None,
 ) -> Any:
-    # ``was``: the stage's former name, if it had another one.
+    # ``was``: the former name of the stage, if it has changed.
     import numpy as np
 
     if key == CARRIED:
@@ -234,8 +237,8 @@ def _moved(
     rank: int,
     size: int,
 ) -> dict[str, Any]:
-    # Only residuals and the means of the old strategy's first compression can be moved: both go to the new strategy's
-    # first compression.
+    # Moves residuals, and the means of the old strategy's first compression, to the first compression of the new
+    # strategy. Other arrays cannot be moved.
     unnamed = any("/" in key for key in cells)  # not a dense tensor's
     first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
@@ -256,7 +259,8 @@ def _moved(
 
 
 def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
-    # The share of these elements that residuals and carried arrays contribute to the sum of all workers' gradients.
+    # float64[count]: what the residuals and carried arrays of all workers add to the sum of all workers' gradients, at
+    # elements start .. start+count-1.
     import numpy as np
 
     workers, total = states[0]["world_size"], np.zeros(start + count)

@@ -16,7 +16,7 @@ from grace.core.collectives import Collective
 from grace.engine.trace import Trace
 
 PAUSE = False, None
-"""The step of a program that waits for deferred kernels."""
+"""The outcome of a program that yielded None, to wait for deferred kernels: not returned, no request."""
 
 
 class WorkerPool:
@@ -36,12 +36,13 @@ class WorkerPool:
 
 
 class RoundScheduler:
-    """Programs of several units in lockstep: all collectives of a round travel as one message.
+    """Runs the programs of several units in lockstep: all collectives of a round travel as one message.
 
-    ``room``: the context in which programs allocate the arrays of one message. ``offload``: runs some of the programs
-    on a thread pool. Then the first message may be delayed; a call of `depart` or `advance` sends it, after the message
-    of the flight ``before`` this one, so that all workers use one order. ``deferred``: the deferred kernels of all
-    programs outside the pool; they run once each of these has requested collectives, returned, or paused.
+    ``room``: returns the context manager in which programs allocate the arrays of one message. ``offload``: runs some
+    of the programs on a thread pool. Then the first message may be delayed: `depart` or `advance` sends it, after the
+    message of ``before``, the scheduler created before this one, so that all workers send in one order. ``deferred``:
+    the deferred kernels of all programs outside the pool. They run once each of these programs has requested
+    collectives, returned, or paused.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RoundScheduler:
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
-        """Unit, collective and result of every collective."""
+        """Each collective that was requested, as (unit, collective, result)."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
         self._offload, self._before, self._room, self._deferred = offload, before, room, deferred
         self._round = 0
@@ -93,7 +94,7 @@ class RoundScheduler:
     def depart(self, wait: bool = False) -> bool:
         """Send this round's message if its payloads are ready, or ``wait`` for them first. Returns whether it was sent.
 
-        Raises a program's error from the pool; then neither this message nor that of a later flight is sent.
+        Raises the error of a program in the pool; then neither this message nor a later scheduler's is sent.
         """
         if not self._steps:
             return True
@@ -107,7 +108,7 @@ class RoundScheduler:
         return True
 
     def settle(self) -> None:
-        """Wait for the messages of this round, and start no other."""
+        """Complete this round's message, and begin no further round."""
         try:
             self.depart(wait=True)  # the other workers may have sent their messages
         except Exception:
@@ -116,7 +117,7 @@ class RoundScheduler:
             self._wait()
 
     def rest(self) -> None:
-        """Wait until the pool runs no program of this flight; ignore the results."""
+        """Wait until the pool runs no program of this scheduler; ignore the results."""
         wait(self._futures)
 
     @property
@@ -148,7 +149,7 @@ class RoundScheduler:
             return self._step(unit, answer)
 
     def _step(self, unit: str, answer: Any) -> tuple[bool, Any]:
-        # Whether a program has returned, and its result; else its request.
+        # (True, result) of a program that has returned, or (False, request).
         try:
             return False, self._programs[unit].send(answer)
         except StopIteration as stop:

@@ -63,7 +63,7 @@ class Grace(Averager):
     ):
         super().__init__(Setup(method, communicator, transport, options, policy))
         self.bindings: dict[Any, str] = {}
-        """Names by the identity of toolkit variables, if names alone are ambiguous."""
+        """Tensor names by the identity of the toolkit's variables, if the variables' own names are ambiguous."""
         self.awaited: dict[str, int] = {}
         """Tensors of a state loaded before `build`, with their numbers of elements."""
         self.claimed: set[str] = set()
@@ -85,7 +85,7 @@ class Grace(Averager):
         return Grace, (setup.method, setup.unresolved, None, setup.options, setup.policy)
 
     def __repr__(self) -> str:
-        # Does not read `transport`, which would look for the group of workers now.
+        # Do not read `transport`: it would look up the group of workers.
         setup, transport = self._setup, self._setup.given_transport
         communicator = setup.unresolved if transport is None else setup.communicator
         compressor, memory = setup.method.compressor, setup.method.memory
@@ -96,7 +96,7 @@ class Grace(Averager):
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def build(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
-        """Lay out tensors and create their state. ``named_tensors``: parameters or gradients; only shapes count.
+        """Lay out tensors and create their state. ``named_tensors``: parameters or gradients; values do not matter.
 
         A second call adds new tensors. If the workers' tensors or settings differ, every worker raises an error that
         names the difference; if workers may join a running job (Horovod's elastic launches), `settle` does so instead.
@@ -302,7 +302,7 @@ class Grace(Averager):
             self._reporter.begin_record(again=True)
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> persistence.Checked:
-        """The data that `load_state_dict` would load; raises as it does."""
+        """Check states without loading them; raises as `load_state_dict`."""
         return persistence.checked(self._setup, states, lost)
 
     # -- report ------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Grace(Averager):
         return self._reporter.skipped
 
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
-        """Traffic since this object was made (or loaded, or rebuilt), in total and per tensor.
+        """Traffic since this object was made (or reset, or rebuilt), in total and per tensor.
 
         ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages in flight,
         waiting, decompression. The option ``trace`` sets the number of steps. ValueError without that option, and for

@@ -33,9 +33,9 @@ from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 
 PRESENT = "(present)"
-"""The program that carries the header and counts who has a gradient."""
+"""The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
 SAMPLE = "(sample)"
-"""The program that averages a sample of each tensor exactly, for a policy that measures noise."""
+"""The name of the program that averages a sample of each tensor exactly, for a policy that measures noise."""
 _built = 0  # number of Graces in this process that have compared their tensors with other workers
 
 
@@ -55,6 +55,7 @@ class Setup:
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         self.ways: list[Way] = []
+        """The method and communicator at each policy level."""
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -63,21 +64,22 @@ class Setup:
         self.step: Any = None
         """Number of steps made: a cell of the backend, or a `Counter`; None before there are tensors."""
         self.offload: WorkerPool | None = None
+        """The thread pool of strategies that compress on the CPU; None if there are none."""
         self.track_missing = False
         self.defer_commit = False
         self.learning_rate: Callable[[str], Any] | None = None
         self.number: int | None = None
-        """Distinguishes the messages of several Graces; all workers agree on it."""
+        """A number in the names of messages, to distinguish several Graces; all workers agree on it."""
         self.attempt = 0
-        """Exchanges since the last commit."""
+        """Number of exchanges since the last commit."""
         self.headers: list[tuple[tuple[int, int], Array]] = []
-        """Headers of the last exchange, if a device holds them."""
+        """Step, attempt and summed header of each message of the last exchange, if a device holds the sums."""
         self.loaded_step: int | None = None
         """Step of a state loaded before there were tensors."""
         self._xp: Backend | None = None
         self._transport: Transport | None = None
         self._prepared = False
-        self._unsettled: dict[str, Tensor] = {}  # not yet compared with the other workers'
+        self._unsettled: dict[str, Tensor] = {}  # tensors by name, not yet compared with the other workers'
         for each, _ in self._methods:
             each.check()
         if transport is None:
@@ -100,7 +102,7 @@ class Setup:
 
     @property
     def transport(self) -> Transport:
-        """The transport; if none was given, that of the group of workers at the first read."""
+        """The transport; if none was given, the first read looks up the group of workers."""
         if self._transport is None:
             return self.join(get_transport())
         return self._transport
@@ -242,7 +244,7 @@ class Setup:
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)
-        # in one process each worker would get another number
+        # workers in one process would each get a different number
         if self.number is None and not self.transport.lockstep:
             self.number, _built = number, number + 1
 
@@ -276,7 +278,7 @@ class Setup:
         return {unit: self.level(unit) for unit in units}
 
     def way(self, unit: Unit) -> Way:
-        """A unit's current way."""
+        """The method and communicator of a unit at its current policy level."""
         return self.ways[self.level(unit)]
 
     def plain(self, unit: Unit, level: int) -> bool:

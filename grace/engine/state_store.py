@@ -31,13 +31,13 @@ class Way(NamedTuple):
     dense: bool
     """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
     layout: str = ""
-    """Where residuals are stored; empty: for whole tensors on each worker."""
+    """Describes where residuals are stored (`residual_layout`); empty: on each worker, for whole tensors."""
     choice: str = ""
     """Why the communicator was chosen; empty if it was named."""
 
 
 def residual_layout(method: Method, communicator: Communicator) -> str:
-    """`Way.layout`: equal texts mean equal keys and shapes of all residuals."""
+    """The text for `Way.layout`. If it is equal for two ways, their residuals have the same keys and shapes."""
     compressor = method.compressor
     if not method.memory.feedback or type(communicator).compression_points is Communicator.compression_points:
         return ""
@@ -55,7 +55,7 @@ class Fitted(NamedTuple):
 
 
 class Snapshot:
-    """Copies of state arrays from before an exchange that may be discarded. Their memory is reused."""
+    """Copies of state arrays from before an exchange that may be discarded. The memory of copies is reused."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Array]] = {}
@@ -95,14 +95,14 @@ class Snapshot:
 class StateStore:
     """The state of all units.
 
-    Within a step a new residual may overwrite the previous one, which then lies in a donated gradient: `rollback_log`
-    records where. `commit` decides which one stays; `rollback` restores all previous ones.
+    Within a step a new residual may overwrite the previous one, whose values are then in a donated gradient:
+    `rollback_log` records where. `commit` decides which one stays; `rollback` restores all previous residuals.
     """
 
     def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
-        self._cells: dict[str, list[Cells]] = {}  # each unit's state at each level
+        self._cells: dict[str, list[Cells]] = {}  # each unit's state, by unit and level
         self._carrying: set[str] = set()  # units that may carry a residual, as far as the host knows
         # locations of each unit's previous residuals in this step
         self._logs: dict[str, list[tuple[Array, Array]]] = {}
@@ -127,8 +127,8 @@ class StateStore:
         return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
     def _layout(self, unit: Unit, level: int) -> str:
-        # State that outlasts a change of level is shared among levels of one layout; to a level of another layout it is
-        # carried.
+        # Levels with equal layouts share the state that outlasts a change of level. Between different layouts, the
+        # residual is carried to the next gradient.
         return self._ways[level].layout if self.switches else self.strategy(unit, level)
 
     def _alike(self, unit: Unit, level: int) -> list[Cells]:
@@ -208,7 +208,7 @@ class StateStore:
         return x if cell is None else x + cell.read()  # not in place: for a dense tensor, x may be the user's gradient
 
     def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
-        """Commit a step's new state where ``ok``, bool[]. Returns whether x, the gradient's memory, now holds the mean.
+        """Commit a step's new state if ``ok``, bool[]. Returns whether x, the gradient's memory, now holds the mean.
 
         If not, the mean may need x, so new state inside x is copied.
         """
@@ -269,7 +269,8 @@ class StateStore:
     def enter(self, unit: Unit, before: int, level: int, state: State, ctx: Context) -> None:
         """Move a unit to another level. State that does not survive the change is reset to ``state``.
 
-        ``ctx``: this worker's. The residual of an abandoned strategy is carried to the next gradient.
+        ``ctx``: the unit's context on this worker. The residual of an abandoned strategy is carried to the next
+        gradient.
         """
         elsewhere = self._layout(unit, before) != self._layout(unit, level)
         if elsewhere:
@@ -279,8 +280,8 @@ class StateStore:
                 self._cells[unit.name][level][key].assign(self.xp.buffers.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
-        # Add the residuals of all points of the old way to this worker's next gradient, scaled so that they count in
-        # the mean as before: with weight 1 / holders there, 1 / workers here.
+        # Add the residuals of all compression points of the old level to this worker's next gradient. In the mean, such
+        # a residual has weight 1 / holders, but a gradient has 1 / workers: scale by workers / holders.
         xp = self.xp
         cells = {key: cell for held in self._alike(unit, level) for key, cell in held.items()}
         everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
@@ -332,7 +333,7 @@ class StateStore:
         return {unit: cells for unit, cells in held.items() if cells}
 
     def load(self, fitted: Iterable[Fitted]) -> None:
-        """Continue with these arrays."""
+        """Replace the state with these arrays."""
         xp = self.xp
         for levels in self._cells.values() if self.switches else ():
             # Zero the lasting state of all levels first: the checkpoint may have none for levels of another layout.

@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """Timed events. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; and the pool's threads.
+    """Timed events. Kinds: "backward", "compress", "communicate", "wait", "decompress", and names of pool threads.
 
     ``steps``: number of latest steps whose events are stored; 0: totals only, so that memory does not grow.
     """
@@ -34,7 +34,7 @@ class Trace:
         self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.steps = steps
         self._past: deque[list[Event]] = deque(maxlen=steps)
-        self._events: list[Event] = []  # of the current step
+        self._events: list[Event] = []  # events of the current step
 
     def add(self, kind: str, name: str, began: float, ended: float | None = None) -> None:
         """Record an event from ``began`` to now, or to ``ended``."""

@@ -19,16 +19,16 @@ class Workspace:
     overwrite a residual if it appends to this log. None: residuals must stay intact.
     """
     deferred: DeferredKernels | None = None
-    """Accelerators may return arrays that kernels fill later, and must not read them. None: call kernels
-    immediately."""
+    """A queue for kernels. Accelerators may return arrays that queued kernels fill later, and must not read them. None:
+    call kernels immediately."""
     compile: bool = False
     """Whether chunks may run compiled by PyTorch (`grace.engine.compiled`)."""
     draws: dict[Any, Array] = field(default_factory=dict)
-    """Cache of random draws that decoding repeats; the key has everything that they depend on."""
+    """Cache of random draws that decoding repeats. A key holds everything that its draw depends on."""
     _bound: tuple[Any, Any] = field(default=(None, None), init=False)
 
     def kernels(self, xp: Any) -> Any:
-        """The backend's kernels, bound to the log and deferred kernels; None or empty without kernels."""
+        """The backend's kernels, bound to the rollback log and the queue; None or a false value without kernels."""
         found = xp.kernels
         if not found or (self.rollback_log is None and self.deferred is None):
             return found
@@ -54,7 +54,7 @@ def without_rollback(ctx: Context) -> Context:
 
 
 def deferring(ctx: Context, deferred: DeferredKernels | None) -> Context:
-    """The same context with other deferred kernels."""
+    """The same context with another queue of deferred kernels; None: call kernels immediately."""
     own = workspace(ctx)
     if own.deferred is deferred:
         return ctx
@@ -68,7 +68,7 @@ def kernels(ctx: Context) -> Any:
 
 
 def accumulated(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
-    """`weighted_sum`. With a rollback log, a kernel writes the sum over ``last``."""
+    """Return `weighted_sum`. With a rollback log, a kernel may write the sum to ``last``."""
     if workspace(ctx).rollback_log is not None and (found := kernels(ctx)) and found.memories.accumulate:
         return found.memories.accumulate(x, last, beta, gamma)
     return weighted_sum(ctx, x, last, beta, gamma)

@@ -1,10 +1,11 @@
 """C++ kernels for the operations that cost most on a CPU: optional, with the same bits as the plain functions.
 
-Only products and cosine transforms add in another order, so their last bits may differ.
+Only products, cosine transforms and thc's norms add in another order, so their last bits may differ.
 
 ``library()`` returns them, or None if they are not built (``python -m grace.kernels.build``) or the environment sets
 GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set; =triton selects Triton's
-kernels on CUDA devices (`grace.kernels.device`), and the best ones here. Nothing is loaded before the first call.
+kernels on CUDA devices (`grace.kernels.device`), and on CPUs the best instruction set. Nothing is loaded before the
+first call.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ ISAS = ("avx512", "avx2", "neon", "scalar")
 KINDS = ("bfloat16", "fp8", "natural", "dithered", "nearest")
 """Kinds of codes, in the order of kernels.h."""
 LOWEST = (127 - 24) << 7
+"""The upper 16 bits of the float 2**-24."""
 BUCKETS = (127 << 7) - LOWEST + 1
+"""Number of buckets of one sign in a table of codes: see `_buckets`."""
 
 Address = int | None
 _P, _I, _F, _N, _W = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_uint32
@@ -47,13 +50,13 @@ class _Codec(ctypes.Structure):
 
 
 class Codes:
-    """The values of low-bit codes, as defined by the compressor of that name.
+    """The values of low-bit codes, as their compressor defines them.
 
-    ``kind``, from `KINDS`: "bfloat16" is the numbers themselves; all others have a 4-byte scale per block.
-    "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
+    ``kind``, one of `KINDS`. "bfloat16": the codes are numbers without scales; all other kinds have a 4-byte scale per
+    block. "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
     field, int32; ``second`` is a fixed window's field, or 0. "dithered": ``first`` levels.
     "nearest": the entries of ``table``, ascending, with float32 ``middles`` between them. A scale is the largest
-    magnitude times ``factor``. ``bits``: per code. ``table``: the value of each code, unless it is computed.
+    magnitude times ``factor``. ``bits``: those of a code. ``table``: the value of each code, unless it is computed.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Codes:
         offsets: Address = None,
         start: int = 0,
     ) -> _Codec:
-        """The C structure for a kernel. ``keys``: random rounding by words; "fp8" uses noise, as in `ints_encode`."""
+        """The C structure for a kernel. ``keys``: round at random, by these keys' words; "fp8": by noise."""
         noise = _Noise(table or None, offsets or None, start // 65536, start)
         addresses = ctypes.addressof(self._table), ctypes.addressof(self._buckets)
         return _Codec(*self._numbers, keys is not None, self._factor, *(keys or (0, 0)), *addresses, noise)

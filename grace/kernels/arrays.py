@@ -58,7 +58,7 @@ class Arrays(Family):
         return out
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
-        """The vector x minus p[a, r] q[r, b], or the product alone without x, written to ``out``, which may be x."""
+        """Write the vector x minus p[a, r] q[r, b], or the product if x is None, to ``out``, which may be x."""
         xp, at = self._xp, self._at
         p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
@@ -116,5 +116,5 @@ class Arrays(Family):
             self.library.gathered(before)
 
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether all numbers of float32 vectors at these addresses are finite."""
+        """Whether the float32 vectors with these addresses and lengths are all finite."""
         return bool(self.library.finite(addresses, counts, len(counts)))

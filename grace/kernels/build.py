@@ -89,7 +89,7 @@ def compile_library(name: str, target: Path, machine: str = MACHINE, more: Seque
     # Several processes may compile at once: each writes its own file, and the last rename wins.
     own = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     with tempfile.TemporaryDirectory() as scratch:
-        # Linked without the instruction set: Zig would compile its C++ library for each one.
+        # Link without instruction-set flags: Zig would compile its C++ library anew for each set.
         made = str(Path(scratch, "made.o"))
         compiled = [*cxx, *headers, *flags, *more, "-c", str(HERE / source), "-o", made]
         for command in (compiled, [*cxx, "-O3", "-pthread", "-shared", made, "-o", str(own), *linked]):
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _text(source: str) -> bytes:
-    """A source with all included files of ours."""
+    """The text of a source file and of all GRACE files that it includes."""
     text = (HERE / source).read_bytes()
     included = re.findall(r'^#include "([\w.-]+)"', text.decode(), re.MULTILINE)
     return text + b"".join(_text(each) for each in included)

@@ -24,8 +24,8 @@ class Family:
 
     ``log``: a step's rollback log. New residuals overwrite the previous ones, which move to x; the log records both
     arrays.
-    ``deferred``: receives all calls except those that determine the length of their results.
-    ``tables``: cache of noise tables.
+    ``deferred``: a queue for all calls except those that determine the length of their results.
+    ``tables``: a cache of noise tables.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Family:
 
     def _table(self, keys: tuple[int, int]) -> Array:
         def made() -> Array:
-            # Not from pooled memory: it would raise the memory need of the first steps.
+            # Do not use pooled memory: that would raise the memory need of the first steps.
             table = self._xp.zeros(NOISE, "int16")
             self.library.noise_table(*keys, NOISE, self._at(table))
             return table
@@ -76,8 +76,9 @@ class Family:
         alone: bool = False,
         now: bool = False,
     ) -> tuple[tuple[Array, ...], Array]:
-        # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``how``: determines the array
-        # sizes; followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
+        # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``first``: leading arguments.
+        # ``how``: arguments that determine the sizes of arrays; ``more``: those after them. ``used``: arrays to keep
+        # alive. ``alone``: the kernel takes no residual. ``now``: do not defer.
         xp, codec = self._xp, CODECS[name]
         at, left = self._at, x
         payload: list[Array] = []
@@ -113,7 +114,7 @@ class Family:
         first: tuple[Any, ...] = (),
         now: bool = False,
     ) -> Array:
-        # Likewise, the mean of payloads.
+        # The mean of payloads, with one of `schema.CODECS`; arguments as in `_encode`.
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         kernel = getattr(self.library, codec.mean)
@@ -144,7 +145,7 @@ class Family:
         return self._xp.buffers.empty(n) if out is None else out
 
     def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
-        # The payloads, and the addresses of their arrays: None for absent ones.
+        # The checked payloads, and for each payload array its addresses by worker; None if it is absent.
         kept = fitted(self._xp, payloads, *[each for each in sizes if each[1] is not None])  # type: ignore[arg-type]
         columns: list[Any] = self._columns(kept)
         if len(columns) < len(sizes):
@@ -153,7 +154,7 @@ class Family:
         return kept, columns
 
     def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
-        # Payloads that may differ in size.
+        # The payloads, checked; they may differ in size.
         return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
@@ -175,7 +176,7 @@ def encoder(name: str) -> Callable[..., tuple[tuple[Array, ...], Array]]:
 
 
 def averager(name: str) -> Callable[..., Array]:
-    """The method ``mean(payloads, out, n, *attributes)`` of a row: float32[n], in ``out`` if given."""
+    """The method ``mean(payloads, out, n, *attributes)`` of such a row: float32[n], in ``out`` if given."""
 
     def mean(self: Family, payloads: Pairs, out: Array | None, n: int, *how: Any) -> Array:
         return self._mean(name, payloads, out, (n, *how))
@@ -184,7 +185,7 @@ def averager(name: str) -> Callable[..., Array]:
 
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-    """The payloads, if their arrays have these dtypes and lengths, else ValueError: a kernel does not check."""
+    """Check the dtypes and lengths of payloads, which kernels do not: the payloads, contiguous; else ValueError."""
     if isinstance(payloads, GatheredPayloads) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
         return payloads
     for payload in payloads:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Argument:
-    """A C argument. A type ending in [] takes a sequence from Python; a pointer takes an address, or None."""
+    """A C argument. Python passes a sequence for a type ending in [], and an address or None for a pointer."""
 
     type: str
     name: str
@@ -34,19 +34,20 @@ class Argument:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A library function, without its first argument, the loops of an instruction set."""
+    """A library function. ``arguments`` omits the first one, the loops of an instruction set."""
 
     name: str
     result: str
     arguments: tuple[Argument, ...]
     doc: str = ""
     refusal: Callable[..., str] | None = None
-    """Describes an invalid payload, given the arguments, if the result is non-negative: the index of its worker."""
+    """Returns an error text, given a non-negative result, the index of the worker with an invalid payload, and the
+    arguments."""
     memory: bool = False
-    """Whether it may return -2: out of memory."""
+    """Whether the function may return -2: out of memory."""
 
     def completed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments; trailing ones by name or default."""
+        """The given arguments, followed by the missing ones, by name or default."""
         rest = self.arguments[len(arguments) :]
         if missing := [each.name for each in rest if each.name not in named and each.default is None]:
             raise TypeError(f"{self.name} lacks {', '.join(missing)}")
@@ -62,7 +63,7 @@ class Codec:
     encode: str
     mean: str
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
-    """dtype and length of each payload array, by n and the attributes; None: absent."""
+    """A function of n and the attributes: dtype and length of each payload array; None: the array is absent."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -88,7 +89,7 @@ def blocks(n: int, block: int) -> int:
 
 
 def above(size: int) -> int:
-    """Bits of a place in a chunk beyond the lower byte."""
+    """Number of bits beyond the lower byte of a position in a chunk of ``size`` elements."""
     return max(0, (size - 1).bit_length() - 8)
 
 
@@ -99,7 +100,7 @@ def chosen(n: int, chunk: int, k: int) -> int:
 
 
 def kernel(declaration: str, doc: str = "", **more: Any) -> None:
-    """Add a row: a C declaration without the loops."""
+    """Add a row. ``declaration``: in C, without the argument for the loops."""
     head, _, arguments = declaration.removesuffix(")").partition("(")
     result, _, name = head.rpartition(" ")
     parsed = tuple(Argument.parse(each) for each in arguments.split(", ") if each)
@@ -125,14 +126,14 @@ def codec(
 ) -> None:
     """Add the rows NAME_encode and NAME_mean.
 
-    ``payload``: dtype[length] of each array, by the size and the ``attributes``. ``encode``, ``mean``: arguments that
-    replace the attributes in these. ``first``: leading arguments.
+    ``payload``: for each array dtype[length], where the length is a formula of ``size`` and the ``attributes``.
+    ``encode``, ``mean``: arguments that replace the attributes in these rows. ``first``: leading arguments.
     """
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
     types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
     pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
     sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
-    # evaluated for each tensor in each step
+    # cached: evaluated for each tensor in each step
     CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))
 
     def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:

@@ -30,7 +30,7 @@ _settled = _Settled()
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """A context that looks the library up once, not for each tensor."""
+    """A context manager inside which the library is looked up once, not for each tensor."""
     before = _settled.library, _settled.known
     _settled.library, _settled.known = library(), True
     try:
@@ -107,5 +107,5 @@ def partly(family: type[Family]) -> Callable[[type[T]], type[T]]:
 
 
 def absent(family: type[Family]) -> Any:
-    """A family without kernels: all are None."""
+    """A family without kernels: all its attributes are None."""
     return partly(family)(type("Absent", (), {}))

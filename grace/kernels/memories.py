@@ -15,7 +15,7 @@ class Memories(Family):
     def accumulate(self, x: Array, last: Array, beta: float, gamma: float, moments: Array | None = None) -> Array:
         """`grace.ops.sums.weighted_sum`, written over ``last``; needs a rollback log.
 
-        ``moments``: float64[3], receives ``xp.excess`` of the sum and 0.
+        ``moments``: float64[3], receives ``xp.excess`` of the sum over the bound 0.
         """
         xp, at = self._xp, self._at
         self.library.accumulate(at(x), at(last), beta, gamma, at(moments), xp.shape(x)[0], xp.threads)
@@ -23,7 +23,7 @@ class Memories(Family):
         return last
 
     def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
-        """The next momentum, in new memory, and v plus its contribution, as in `grace.memories.dgc`."""
+        """The next momentum, in new memory, and the sum of v and its contribution, as in `grace.memories.dgc`."""
         xp, at = self._xp, self._at
         (n,) = xp.shape(x)
         fresh, total, last = (

@@ -36,7 +36,7 @@ def _type(c: str) -> Any:
 class Library:
     """The kernels of one instruction set: a method for each row of `grace.kernels.schema`, with its arguments.
 
-    They take raw addresses as integers, with None or 0 for absent arrays, and check only payloads: arrays must be
+    Kernels take raw addresses as integers, with None or 0 for absent arrays. They check only payloads: arrays must be
     contiguous, of the given dtypes and sizes, and must not change during the call. ValueError names the worker with an
     invalid payload; MemoryError: out of memory. The GIL is released during the call.
     """

@@ -74,7 +74,7 @@ class Quantisers(Family):
     def codes_encode(
         self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload, codes and (unless "bfloat16") scales; and the new residual."""
+        """float32[n] -> the payload: codes, and scales unless "bfloat16"; and the new residual."""
         n, at = self._xp.shape(x)[0], self._at
         table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
@@ -137,7 +137,7 @@ class Quantisers(Family):
         return codes
 
     def shared_mean(self, sums: Array, scales: Array, out: Array | None, block: int, steps: int) -> Array:
-        """Summed integers of `shared_encode` -> float32[n], in ``out`` if given. ``steps``: per scale."""
+        """Summed integers of `shared_encode` -> float32[n], in ``out`` if given. ``steps``: steps in a scale."""
         xp, at, (sums, scales) = self._xp, self._at, self._ready(sums, scales)
         (n,) = xp.shape(sums)
         out = self._out(out, n)
@@ -147,7 +147,7 @@ class Quantisers(Family):
         return out
 
     def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
-        """float32[n] minus the decoded integers, in place."""
+        """Subtract the decoded integers ``own`` from x, float32[n], in place."""
         xp, at, (x, own, scales) = self._xp, self._at, self._ready(x, own, scales)
         where, wide = (at(x), at(own), at(scales), at(x)), xp.dtype(own) == "int32"
         self.library.shared_values(*where, xp.shape(x)[0], block, steps, wide, xp.threads)
@@ -155,7 +155,7 @@ class Quantisers(Family):
 
 
 def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int | None]]:
-    # dtypes and lengths of a payload.
+    # The dtypes and lengths of a payload's arrays.
     if codes.kind == "bfloat16":
         return [("uint8", 2 * n), ("float32", None)]
     scales = "int32" if codes.kind == "natural" else "float32"

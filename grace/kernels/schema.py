@@ -1,7 +1,7 @@
 """The kernels' C interface, one row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
 
-`grace.kernels.Library` takes its signatures from here, and `grace.kernels.calls` the payload arrays. To add a kernel,
-add a row here and its C++ loop.
+`grace.kernels.Library` takes its signatures from here, and `grace.kernels.calls` the sizes of payload arrays. To add a
+kernel, add a row here and its C++ loop.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HEADER = Path(__file__).with_name("api.h")
 
 
 def unordered(worker: int, n: int, each: int = 1, **_: Any) -> str:
-    """Error text for sparse vectors."""
+    """The error text for sparse vectors."""
     return f"worker {worker // each} sent positions that do not ascend within 0 .. {n - 1}"
 
 
 def misplaced(worker: int, **_: Any) -> str:
-    """Error text for chunks."""
+    """The error text for chunks with positions of their own."""
     return f"the places of worker {worker} do not ascend in their chunks"
 
 

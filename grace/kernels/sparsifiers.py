@@ -29,7 +29,7 @@ class Sparsifiers(Family):
         return (values, positions), left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[tuple[Array, Array], Array]:
-        """float32[n] -> values and positions of all that reach the bound or are not finite; and the new residual."""
+        """float32[n] -> values and positions of magnitudes that reach the bound or are not finite; the new residual."""
         xp, at = self._xp, self._at
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
@@ -72,9 +72,10 @@ class Sparsifiers(Family):
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
-        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, consecutively, and they add up.
+        """`sparse_mean` of workers that send several vectors each, which add up: one for each entry of ``pairs``.
 
-        If an entry is true, its pair has two values, and signed positions: negative ones select the second value.
+        ``payloads``: the vectors, worker by worker. If its entry is true, a vector has two values in all, and signed
+        positions: negative ones select the second value.
         """
         kinds = list(pairs) * (len(payloads) // len(pairs))
         sizes = [self._xp.shape(positions)[0] for _, positions in payloads]
@@ -172,7 +173,10 @@ class Sparsifiers(Family):
             room = max(certain, drawn)
 
     def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:
-        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`, by all rows' words."""
+        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`.
+
+        ``words``: the random words of all rows.
+        """
         xp, at, (x, words) = self._xp, self._at, self._ready(x, words)
         (n,) = xp.shape(x)
         rows = xp.shape(words)[0] // (group + -(-n // group))

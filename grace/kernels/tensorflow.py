@@ -1,6 +1,6 @@
 """The kernels as TensorFlow CPU operations, eager and inside ``tf.function``; optional, built with the kernels.
 
-`grace.kernels.Library` defines them. x, residual and out are float32[n]; ``residual`` may be None.
+`grace.kernels.Library` defines the operations. x, residual and out are float32[n]; ``residual`` may be None.
 ``out`` reuses the memory of x or of the residual if nothing else needs it. Invalid arguments, such as a payload of the
 wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if those of the arguments are. There are no
 gradients.
@@ -134,7 +134,7 @@ def _refusals() -> Iterator[None]:
 
 @partly(Quantisers)
 class TensorflowQuantisers:
-    """As `Quantisers`, for TensorFlow's CPU tensors."""
+    """Kernels of `Quantisers` for TensorFlow's CPU tensors."""
 
     def __init__(self, xp: Any):
         self._xp = xp
@@ -176,7 +176,7 @@ class TensorflowQuantisers:
 
 @partly(Sparsifiers)
 class TensorflowSparsifiers:
-    """As `Sparsifiers`, for TensorFlow's CPU tensors."""
+    """Kernels of `Sparsifiers` for TensorFlow's CPU tensors."""
 
     def __init__(self, xp: Any):
         self._xp = xp
@@ -194,7 +194,7 @@ class TensorflowSparsifiers:
 
 
 class TensorflowKernels:
-    """As `grace.kernels.host.HostKernels`, for TensorFlow's CPU tensors."""
+    """The counterpart of `grace.kernels.host.HostKernels` for TensorFlow's CPU tensors."""
 
     transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)
 

@@ -72,7 +72,7 @@ class NativePlayer:
         return float(self._library.set(self._handle, *self._listed(changes)))
 
     def tried(self, changes: Mapping[int, Any], best: float) -> float:
-        """The time with these chains instead; infinite once it must reach ``best``."""
+        """The total time with these chains instead; infinity once it is certain to reach ``best``."""
         return float(self._library.tried(self._handle, *self._listed(changes), best))
 
     def hide(self, hidden: bytearray) -> None:

@@ -101,7 +101,7 @@ class Transforms(Family):
         return self._encode("cosines", x, residual, (*sizes, k))
 
     def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
-        """float32[n] minus a decoded payload, in place; ValueError for an invalid one."""
+        """float32[n] minus a decoded payload, in place; ValueError for an invalid payload."""
         (x,), at = self._ready(x), self._at
         _kept, columns = self._received([payload], CODECS["cosines"].sizes(*sizes, k))
         where = [column and column[0] for column in columns]
@@ -117,7 +117,7 @@ class Transforms(Family):
         senders: bool,
         sign: bool,
     ) -> Array:
-        """Each worker's payload -> float32[n], in ``out`` if given; ValueError for an invalid one.
+        """Each worker's payload -> float32[n], in ``out`` if given; ValueError for an invalid payload.
 
         ``senders``: average coefficients over the workers that sent them. ``sign``: return the signs of the result.
         """

@@ -30,11 +30,11 @@ from grace.ops.blocks import block_count
 Array = Any
 
 LARGE = 8192
-"""Maximum block size for one program; larger blocks, and whole tensors, are read twice."""
+"""Maximum size of blocks that one program reads whole; larger blocks, and whole tensors, are read twice."""
 TILE = 4096
-"""Elements per program: whole bytes of bits, and less than a noise row."""
+"""Number of elements per program: whole bytes of bits, and less than a noise row."""
 GROUP = 8
-"""Workers added per pass."""
+"""Number of workers whose payloads a pass adds."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
 
@@ -205,7 +205,7 @@ def signs_mean(
     bits, scales, out, n, divisor,
     BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up some workers' payloads. FIRST: nothing came before; DIVIDE: nothing follows."""
+    """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: they are the last."""
     begin, left, byte, at, place = _received(n, BLOCK, TILE, 8)
     shifts = tl.arange(0, 8)[None, :]
     if not FIRST:
@@ -223,7 +223,7 @@ def signs_mean(
 
 @triton.jit
 def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
-    # A tile's start, its elements, each one's byte and place, and the place of each byte's scale.
+    # A tile's start and number of elements, the byte and offset of each element, and the place of each byte's scale.
     begin = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(n - begin, TILE).to(tl.int32)
     byte = tl.arange(0, TILE // EACH)[:, None]
@@ -292,7 +292,7 @@ def ints_mean(
     codes, scales, out, n, divisor, BLOCK: tl.constexpr, BITS: tl.constexpr,
     WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As `signs_mean`."""
+    """`signs_mean`, for integers."""
     EACH: tl.constexpr = 8 // BITS
     half: tl.constexpr = 1 << (BITS - 1)
     begin, left, byte, at, place = _received(n, BLOCK, TILE, EACH)
@@ -315,7 +315,7 @@ def ints_mean(
 # -- top-k -------------------------------------------------------------------------------------------------------------
 @triton.jit
 def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The magnitudes of the sum; infinity for NaN."""
+    """The magnitudes of x + residual; infinity for NaN."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE)
     here = at < tl.minimum(n - begin, TILE).to(tl.int32)
@@ -340,7 +340,7 @@ def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
 def topk_take(
     x, residual, magnitudes, bound, counts, ends, values, positions, n, k, tiles, TILE: tl.constexpr, ADD: tl.constexpr
 ):
-    """Values and positions of all above the bound, and of the first ones equal to it, k in total; and the new residual.
+    """Values and positions of elements above the bound and of the first ones equal to it, k in total; the new residual.
 
     ``ends``: int32[2, tiles], the running sums of ``counts``.
     """
@@ -374,7 +374,8 @@ class Launcher:
         self._xp, self._give_up = xp, give_up
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # Run on the tensors' own device, which may not be the current one. NumPy would warn of NaN and infinity.
+        # Run on the tensors' own device, which may not be the current one. In the interpreter, NumPy would warn of NaN
+        # and infinity.
         device = self._xp.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
@@ -386,7 +387,7 @@ class Launcher:
 
 @partly(Quantisers)
 class TritonQuantisers(Launcher):
-    """As `Quantisers`, for device tensors."""
+    """Kernels of `Quantisers` for device tensors."""
 
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m]; new residual (if there is a residual)."""
@@ -455,7 +456,7 @@ class TritonQuantisers(Launcher):
 
 @partly(Sparsifiers)
 class TritonSparsifiers(Launcher):
-    """As `Sparsifiers`, for device tensors."""
+    """Kernels of `Sparsifiers` for device tensors."""
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
@@ -475,7 +476,7 @@ class TritonSparsifiers(Launcher):
 
 
 class TritonKernels:
-    """As `grace.kernels.host.HostKernels`, for device tensors."""
+    """The counterpart of `grace.kernels.host.HostKernels` for device tensors."""
 
     isa = "triton"
     transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)

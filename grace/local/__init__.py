@@ -44,11 +44,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
     "sparseloco": {"sync_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
-"""Settings by name; `DiLoCo` has the defaults of all others."""
+"""By preset: the settings that differ from the defaults of `DiLoCo`."""
 SPARSE: Mapping[str, Any] = {"compressor": "chunktopk", "memory": "residual", "beta": 0.95}
 """The parameters of SparseLoCo's Grace."""
 PLAIN = {"average": "workers", "clip": "none"}
-"""The settings of a plain mean, which a Grace computes itself."""
+"""The values of "average" and "clip" for a plain mean, which needs no `PeerMean`."""
 
 
 def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
@@ -74,8 +74,8 @@ def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay
     """Exchange fragments in turn, overlapped with training: `DiLoCo` with a delay and fragment_update_alpha=0.5.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
-    arXiv:2501.18512, section 2. The paper's fragments are layers at equal distances: to use these, list their names. A
-    number of fragments makes contiguous ones.
+    arXiv:2501.18512, section 2. The paper's fragments are layers at equal distances: to use these, list their names. If
+    ``fragments`` is a number, fragments are contiguous.
     """
     schedule = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay}
     return DiLoCo(grace, sync_every, **{**PRESETS["streaming"], **schedule, **settings})

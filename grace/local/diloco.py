@@ -69,7 +69,7 @@ class DiLoCo:
     # -- the part of Grace's interface that checkpoints and elastic jobs use ------------------------------------------
     @property
     def transport(self) -> Transport:
-        """Carries messages: the Grace's."""
+        """The Grace's transport."""
         return self.grace.transport
 
     @property
@@ -93,12 +93,12 @@ class DiLoCo:
     # -- progress ----------------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:
-        """Inner steps made, across resumed runs."""
+        """Number of inner steps, across resumed runs."""
         return self._progress.steps
 
     @property
     def landed(self) -> int:
-        """Exchanges that have landed."""
+        """Number of exchanges that have landed."""
         return self._progress.landed
 
     @property
@@ -108,7 +108,7 @@ class DiLoCo:
 
     @property
     def fragments(self) -> list[tuple[str, ...]]:
-        """The names in each fragment, in order of exchange."""
+        """The parameter names of each fragment, in order of exchange."""
         return list(self._exchange.fragments)
 
     @property
@@ -126,8 +126,8 @@ class DiLoCo:
         """Set the parameters, once, before the first step. Their values, equal on all workers, are the first base.
 
         ``buffers``: other arrays to average once in H steps, such as BatchNorm's moving means; those that are not
-        floats are ignored. ``access``: how to read and write both. Raises TypeError for parameters that are not floats,
-        ValueError for fragments that do not fit them.
+        floats are ignored. ``access``: how to read and write parameters and buffers. Raises TypeError for
+        parameters that are not floats, ValueError for fragments that do not fit the parameters.
         """
         named = dict(parameters)
         if self.built:
@@ -155,7 +155,7 @@ class DiLoCo:
         return self._settled
 
     def settle(self) -> None:
-        """Take the current parameters as base, unless a step was made or a state loaded, and compare among workers.
+        """Make the current parameters the base, unless a step was made or a state loaded; then compare the workers.
 
         The integrations call it before the first step. Raises ValueError on all workers, naming the difference, if
         settings, steps or bases differ.
@@ -254,7 +254,7 @@ class DiLoCo:
 
     # -- state -------------------------------------------------------------------------------------------------------
     def global_state(self) -> dict[str, Any]:
-        """The state that is equal on all workers, by parameter name: "base", and the outer optimizer's "momentum".
+        """The state that is equal on all workers: "base" and the outer optimizer's "momentum", each by parameter name.
 
         Host arrays (PyTorch: CPU tensors; else NumPy), float32, or float64 for float64 parameters.
         """
@@ -342,7 +342,7 @@ class DiLoCo:
             self._begin_slot()
 
     def _take(self, state: State) -> None:
-        # The state that is equal on all workers.
+        # Load the part of a state that is equal on all workers.
         with self._model.access.inside():
             self._model.take(state)
         self._progress.take(state)
@@ -354,9 +354,9 @@ class DiLoCo:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:
-        """Traffic since this object was made, per inner step. ``bytes_dense``: of averaging gradients in every step.
+        """Traffic since this object was made or reset, per inner step.
 
-        ``skipped``: means that were not finite.
+        ``bytes_dense``: as if every step averaged gradients. ``skipped``: number of means that were not finite.
         """
         found, steps = self.grace.report(), self.steps - self._progress.first_step
         dense = {name: steps * tensor.nbytes for name, tensor in self._model.tensors.items()}
@@ -390,7 +390,7 @@ def in_turn(runs: Iterable[Iterator[None]]) -> None:
 
 
 def _graces(states: Sequence[State]) -> list[State]:
-    # The states of the Graces. That of a worker which missed the last landing has made fewer steps than the others.
+    # The states of the Graces, with the same step: a worker that missed the last landing has made fewer steps.
     step = max((state["grace"]["step"] for state in states), default=0)
     return [{**state["grace"], "step": step} for state in states]
 

@@ -20,9 +20,9 @@ from grace.local.settings import Settings
 class Flight:
     """An exchange of fragments in flight.
 
-    ``deltas``: the pseudo-gradients. ``side``: arrays summed uncompressed: float32[3] with the number of landings, its
-    square, and the weight; then buffers. ``delayed``: the exchange lands in a later step, so a checkpoint may need the
-    pseudo-gradients.
+    ``deltas``: the pseudo-gradients by name. ``side``: arrays that are summed uncompressed: float32[3] with the number
+    of landings, its square, and the worker's weight; then buffers. ``delayed``: the exchange lands in a later step, so
+    a checkpoint may need the pseudo-gradients.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Flight:
             self._background = executor.submit(self._run, deltas)
 
     def _send(self, deltas: dict[str, Array]) -> None:
-        # Name the message after a tensor: several objects may have exchanges in flight.
+        # Name the message after a tensor: several DiLoCo objects may have exchanges in flight.
         self._arrive = self._grace.transport.start([Reduce(self.side, "sum")], f"local.{self.names[0]}")
         self._grace.launch(deltas, spent=not self._delayed)
 
@@ -62,7 +62,7 @@ class Flight:
         return self._grace.advance()
 
     def sums(self) -> list[Array]:
-        """The workers' sums of ``side``."""
+        """The sums of ``side`` over the workers."""
         assert self._arrive is not None
         return list(self._arrive()[0])
 
@@ -84,7 +84,7 @@ class Exchange:
         self._grace, self._settings, self._weights, self._progress = grace, settings, weights, progress
         self.model = Model()
         self.fragments: list[tuple[str, ...]] = []
-        """The names in each fragment, in order of exchange."""
+        """The parameter names of each fragment, in order of exchange."""
         self.flight: Flight | None = None
         self.side_bytes = 0
         """Bytes of the uncompressed sums."""
@@ -101,7 +101,7 @@ class Exchange:
             for name in (name for number in fragments for name in self.fragments[number]):
                 delta = model.base(name) - model.current(name)
                 deltas[name] = delta if weight is None else delta * weight
-            limit = math.isqrt(2**24 // self._grace.world_size)  # sums of squares are exact
+            limit = math.isqrt(2**24 // self._grace.world_size)  # keeps sums of squares exact
             landed = float(self._progress.landed % limit)
             side = [xp.asarray([landed, landed * landed, 1.0 if weight is None else weight], "float32")]
             if fragments[-1] == self._settings.parts - 1:
@@ -192,7 +192,7 @@ class Exchange:
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """A context that drops the exchange on an error. The next pseudo-gradient includes it: the base is the same."""
+        """A context manager that drops the exchange on an error. The next pseudo-gradient includes the dropped one."""
         try:
             with self.model.access.inside(), self._grace.xp.quiet():
                 yield

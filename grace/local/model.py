@@ -23,7 +23,7 @@ class Access:
     read: Callable[[Any], Array] = lambda parameter: parameter
     """The array of a parameter; may share its memory."""
     write: Callable[[Any, Array], None] | None = None
-    """Copy an array of the parameter's dtype and shape into it."""
+    """Copies an array of the parameter's dtype and shape into the parameter; None: write to it as an array."""
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context manager around all arithmetic."""
 
@@ -64,11 +64,11 @@ class Model:
         return model
 
     def adopt(self) -> None:
-        """The current parameters become the base."""
+        """Make the current parameters the base."""
         self.bases = {name: self._stored(self.xp.buffers.copy(self.current(name))) for name in self.tensors}
 
     def restore(self) -> None:
-        """The base becomes the current parameters."""
+        """Set the current parameters to the base."""
         for name in self.parameters:
             self.put(name, self.base(name))
 
@@ -112,7 +112,7 @@ class Model:
         return found
 
     def state(self) -> dict[str, Any]:
-        """ "base" and "momentum", as host arrays by name."""
+        """The state: "base" and "momentum", each as host arrays by parameter name."""
         parts = {"base": self.bases, "momentum": self.momenta}
         return {
             key: {n: exported(self._array(each), self.xp) for n, each in part.items()} for key, part in parts.items()

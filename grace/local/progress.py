@@ -23,12 +23,12 @@ REMEDIES = {
 
 @dataclass
 class Progress:
-    """Counters. A slot is the time from one landing to the next."""
+    """A worker's counters. A slot is the time from one landing to the next."""
 
     steps: int = 0
     """Number of inner steps, across resumed runs."""
     first_step: int = 0
-    """Number of inner steps when this object was made."""
+    """Number of inner steps before those that `DiLoCo.report` counts."""
     inner: int = 0
     """Number of inner steps in the current slot."""
     turns: int = 0

@@ -23,8 +23,8 @@ class Settings:
     nesterov: bool = True
     """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
-    """P fragments of the model take turns: their number (they are contiguous and of about equal bytes), or the names in
-    each.
+    """P fragments of the model take turns. Either their number P, for contiguous fragments of about equal bytes, or the
+    parameter names of each.
     """
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing."""
@@ -71,8 +71,8 @@ class Settings:
         return self.sync_every // self.parts
 
     def split(self, nbytes: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """The names in each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError if listed
-        fragments do not cover each parameter once, or there are more fragments than parameters.
+        """The parameter names of each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError
+        if listed fragments do not cover each parameter once, or there are more fragments than parameters.
         """
         names = list(nbytes)
         if not isinstance(self.fragments, int):

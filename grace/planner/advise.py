@@ -1,7 +1,7 @@
 """Compares methods with dense gradients at the best overlap: which method pays off on a cluster, if any?
 
-Each method is simulated in all `grace.planner.ways`, and with its own plan. The baseline is dense gradients sent the
-same way, with overlap.
+Each method is simulated in all `grace.planner.ways`, and with its own plan. The baseline is a plain allreduce of dense
+gradients in buckets, with overlap.
 
 Agarwal et al., "On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022: compression pays
 off if it costs less than the part of the communication that the backward pass does not hide.
@@ -45,6 +45,7 @@ HIDDEN = 0.05
 DECADES = 4
 """Search range of the break-even bandwidth: this many powers of ten around the given one, in both directions."""
 TERMS = ("bytes", "latency", "compression", "computation")
+"""The parts of a step's cost, one of which limits it most."""
 METHODS = (
     "fp16",
     "topk:compress_ratio=0.01",
@@ -55,7 +56,7 @@ METHODS = (
     "qsgd",
     "powersgd:compress_rank=4",
 )
-"""The default methods."""
+"""The default methods to compare."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Candidate:
     summed: bool
     """Whether payloads are summed on the wire (allreduce) instead of gathered (allgather)."""
     rounds: int = 1
-    """Successive messages per bucket, which share the bytes."""
+    """Number of successive messages per bucket, which share the bytes."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class Verdict:
     ratio: float
     """Dense bytes over this method's bytes, as sent by one worker."""
     codec_seconds: float
-    """Encoding and decoding per step, hidden or not."""
+    """Seconds of encoding and decoding per step, hidden or not."""
     break_even: float | None
-    """Bandwidth, in bytes per second, up to which it beats dense; infinity: above the whole search range; None: nowhere
-    in it.
+    """Bandwidth, in bytes per second, up to which the method beats dense gradients; infinity: in the whole search
+    range; None: nowhere in it.
     """
     limit: str
     """The term whose removal would help most: one of `TERMS`."""
@@ -109,7 +110,9 @@ class Advice:
     dense: float
     """Seconds per step without compression."""
     backward: float
+    """Seconds of the backward pass."""
     dense_limit: str
+    """The term whose removal would help most without compression: one of `TERMS`."""
     needed: float | None
     """The smallest factor of free compression that hides the communication; 1: already hidden; None: impossible, due to
     latency alone."""
@@ -161,7 +164,7 @@ def step(
 ) -> float:
     """Seconds of a step with a method's default exchange; None: dense.
 
-    ``shrink``: divides the dense bytes, at no cost.
+    ``shrink``: a number by which the dense bytes are divided, as by free compression.
     """
     way = ways.DENSE if method is None else ways.usual(triple(method.codec.params)[0], cluster)
     codec = None if method is None else method.codec
@@ -170,7 +173,7 @@ def step(
 
 # -- the comparison --------------------------------------------------------------------------------------------------
 Step = Callable[[Profile, Cluster, Codec | None], float]
-"""Seconds of a step with a method at these costs, in a fixed way."""
+"""A function that returns the seconds of a step, in a fixed way; a codec of None means dense gradients."""
 
 
 def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], bucket_mb: float = BUCKET_MB) -> Advice:

@@ -56,9 +56,9 @@ class Speed:
 
     encode: Curve
     decode: Curve
-    """From one payload to a dense vector."""
+    """Seconds to decode one payload to a dense vector."""
     piece: Curve
-    """For each further payload added to it."""
+    """Seconds to add each further payload to that vector."""
 
     def slowed(self, factor: float) -> Speed:
         """All seconds multiplied by ``factor``."""
@@ -70,7 +70,7 @@ class Codec:
     """The costs of a compressor: bytes on the wire, and seconds on each device."""
 
     params: Mapping[str, Any]
-    """As for `grace.grace_from_params`: the compressor and its parameters."""
+    """The compressor and its parameters, as for `grace.grace_from_params`."""
     wire: Curve
     """Bytes of a payload, by number of elements."""
     speeds: Mapping[Device, Speed]
@@ -96,7 +96,7 @@ class Codec:
         return replace(self, speeds=speeds)
 
     def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
-        """The costs on both devices, from a codec measured on a host: its seconds times one factor for each device."""
+        """The costs on both devices, from a codec measured on a host: its seconds times a factor for each device."""
         host = self.speeds["gpu"]
         return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
 

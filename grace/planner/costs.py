@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MIN_NUMEL = 1024
-"""Smaller tensors go dense with other tensors' messages, as by default in `grace.engine.session.Options`."""
+"""Smaller tensors travel uncompressed in other tensors' messages, as by default in `grace.engine.options.Options`."""
 KEPT = 12
 """Maximum number of strategies per tensor size in a search."""
 
@@ -59,7 +59,7 @@ class Term(NamedTuple):
     share: float
     """Share of the tensor that a worker holds."""
     pieces: int
-    """Number of payloads."""
+    """Number of payloads that a worker holds."""
     sharing: int
     """Number of workers that share a machine's link."""
 
@@ -126,9 +126,9 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
 class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
-    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: per tensor.
-    ``min_numel``: smaller tensors have no choice of strategy: they join other tensors' dense messages.
-    ``rooted``: False if nothing may go to a single root (see `grace.core.Transport`).
+    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: maximum per
+    tensor. ``min_numel``: smaller tensors have no choice of strategy: they join other tensors' dense messages.
+    ``rooted``: whether collectives may have a root; some transports do not support that (`grace.core.Transport`).
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Costs:
 
     @cached_property
     def dense(self) -> tuple[Option, ...]:
-        """The plain strategies: an allreduce among all workers, and, on several machines, one of two levels."""
+        """The plain strategies: an allreduce among all workers and, on clusters with two levels, one of two levels."""
         return tuple(map(parse, (DENSE_FLAT, DENSE_HIERARCHICAL)[: 1 + self.cluster.levels]))
 
     @cached_property
@@ -193,8 +193,8 @@ class Costs:
         """Strategies worth considering for a tensor of this size, plain allreduce first.
 
         Dominated strategies are dropped: those that take at least as long as another one on every resource, in no fewer
-        actions. Of the rest, the `KEPT` with the smallest total time stay. ``offload``: include compressions on the CPU
-        pool; False: use the first device only.
+        actions. Of the others, the `KEPT` with the smallest total time stay. ``offload``: include compressions on the
+        CPU pool; False: use the first device only.
         """
         key = (size, offload)
         found = self._found.get(key)

@@ -43,7 +43,7 @@ LIKE: dict[Kind, Kind] = {
     "gather": "allgather",
     "reduce": "broadcast",
 }
-"""Substitutes for collectives that were not measured."""
+"""By collective: the one whose measured rate is used if it was not measured itself."""
 
 
 class Rate(NamedTuple):
@@ -65,7 +65,7 @@ class Link:
     bandwidth: float
     """Bytes per second; infinity: no cost."""
     fits: Mapping[Kind, Rate] = field(default_factory=dict)
-    """Measured rates of single collectives, which take precedence."""
+    """Measured rates of single collectives, which take precedence over latency and bandwidth."""
 
     def rate(self, kind: Kind) -> Rate:
         """Latency and seconds per byte of a collective."""
@@ -117,12 +117,12 @@ class Cluster:
     nodes: int
     per_node: int
     inter: Link
-    """Between one machine and the others; all its workers share it."""
+    """The link between one machine and the others; all workers of the machine share it."""
     intra: Link = INTRA_LINK
-    """Between the workers of one machine. Default: 5 us and 100 GB/s, roughly NVLink."""
+    """The link between the workers of one machine. Default: 5 us and 100 GB/s, roughly NVLink."""
     source: str = "given"
     flat: Link | None = None
-    """For collectives among all workers; None: use the link between machines, if there are several."""
+    """The link for collectives among all workers; None: ``inter`` if there are several machines, else ``intra``."""
     message: Rate = NOTHING
     """Time of a collective on the computing thread, which submits it and takes its result."""
 
@@ -170,7 +170,7 @@ class Cluster:
         return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
 
     def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
-        """Time of a collective. ``held``: bytes per worker; ``sharing``: number of workers that share a machine's link.
+        """Seconds of a collective. ``held``: bytes per worker; ``sharing``: workers that share a machine's link.
 
         ``joined``: the collective travels with another message, and adds no latency of its own. An allreduce without a
         measurement takes the time of a ring or a tree, whichever is faster.
@@ -224,8 +224,8 @@ def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) ->
     """Latency and seconds per byte, both non-negative, from measured pairs (bytes held, seconds).
 
     Chooses the line with the smallest sum of relative errors, among the lines through two pairs and lines of the same
-    slopes. Relative, since sizes span decades; a sum, so that an outlier (a burst that a link passes at once, a
-    disturbance) does not bend the line.
+    slopes. Errors are relative, since sizes span decades; they are summed without squares, so that an outlier (a burst
+    that a link passes at once, a disturbance) does not bend the line.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
     points = [(bytes_ * held, t) for held, t in measured if t > 0]

@@ -3,12 +3,12 @@
 A step computes for C seconds. The exchange of a fragment keeps the device busy for B seconds (encoding, decoding,
 handing messages over) and makes it wait W seconds for messages, in R rounds. A delay of tau steps hides
 
-    min(tau C, W min(1, tau / R))
+    hidden = min(tau C, W min(1, tau / R))
 
 of W. Each round is sent after the wait for the previous one, so tau steps hide at most tau of the R rounds. All P
 fragments are exchanged once in H steps; over these, a step takes on average
 
-    C + sum of (B - hidden + W) over the fragments / H
+    C + (sum of B + W - hidden over the fragments) / H
 
 In contrast to synchronous training, no backward pass hides an exchange. The model neglects arithmetic on parameters and
 assumes that messages in flight do not slow the computation.
@@ -104,7 +104,7 @@ class Comparison:
         return first if first.delayed < self.synchronous[1] * (1 - GAIN) else None
 
     def params(self, verdict: Verdict) -> dict[str, Any]:
-        """As for `grace.local.from_params`."""
+        """The parameters for `grace.local.from_params`."""
         settings = self.settings
         local: dict[str, Any] = {"sync_every": settings.sync_every}
         if settings.parts > 1:
@@ -191,7 +191,7 @@ def cost(fragment: Profile, cluster: Cluster, codec: Codec | None, way: Way, buc
 
 
 def payload(profile: Profile, codec: Codec | None) -> float:
-    """Bytes of all payloads of one exchange, before any communicator."""
+    """Bytes of a worker's payloads in one exchange, whatever the communicator sends for them."""
     if codec is None:
         return 4.0 * profile.size
     return sum(codec.wire(t.size) if t.size >= MIN_NUMEL else 4.0 * t.size for t in profile.tensors)

@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     name: str
     shape: tuple[int, ...]
     flops: float
-    """FLOPs of its part of the backward pass, per sample."""
+    """FLOPs of this tensor's part of the backward pass, per sample."""
 
 
 def _weight(name: str, shape: tuple[int, ...], positions: int) -> Layer:
@@ -140,7 +140,7 @@ def gpt2(tokens: int = 1024) -> list[Layer]:
 def ugatit(side: int = 256) -> list[Layer]:
     """U-GAT-IT, two generators and four discriminators: 148 tensors, 670,761,088 elements. Kim et al., 2020, appendix.
 
-    A sample: an image of 256 x 256 in each direction. All are counted as if one loss passed through them once.
+    A sample: an image of 256 x 256 in each direction. All networks are counted as if one loss passed through them once.
     """
     found: list[Layer] = []
     for way in ("a_to_b", "b_to_a"):
@@ -212,7 +212,7 @@ MODELS: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "ugatit": (ugatit, 2),
     "lstm": (lstm, 20),
 }
-"""Tensors of a model, and the default number of samples per step and worker."""
+"""By name: a function that returns the tensors, and the default number of samples per step and worker."""
 
 
 def profile(name: str, backward: float | None = None, batch: int | None = None) -> Profile:

@@ -43,12 +43,12 @@ class Prediction:
     step: float
     """From the start of the forward pass to the last gradient's mean."""
     dense: float
-    """The same for dense gradients in buckets, at their best overlap."""
+    """The same time for dense gradients in buckets, at their best overlap."""
     backward: float
     communication: float
-    """Not hidden by the backward pass."""
+    """Communication that the backward pass does not hide."""
     compression: float
-    """Hidden by neither the backward pass nor messages."""
+    """Compression that neither the backward pass nor messages hide."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Plan:
 
     tensors: Mapping[str, Option]
     params: Mapping[str, Any]
-    """As for `grace.grace_from_params`: the compressor, its parameters, its memory."""
+    """The compressor, its parameters and its memory, as for `grace.grace_from_params`."""
     workers: int
     per_node: int
     predicted: Prediction
     profile: Mapping[str, Any]
-    """Facts about its profile: "source", "tensors", "elements"."""
+    """Facts about the profile: "source", "tensors", "elements"."""
     costs: Mapping[str, Any]
-    """Its costs: "cluster", "compressor", and the source of each."""
+    """The costs that were assumed: "cluster", the source of the "compressor" costs, and "devices"."""
     mode: str = "refined"
     basis: Basis | None = field(default=None, compare=False)
     """All inputs, for replanning; None in plans of earlier versions."""
     way: str = ways.PLAN
-    """One of `ways.NAMES`: the communicator that does the same in buckets, as predicted."""
+    """One of `ways.NAMES`: `ways.PLAN`, or the communicator that exchanges all tensors, in buckets, in its place."""
 
     def exchange(self, file: str | os.PathLike[str] = "plan.json") -> dict[str, Any]:
         """Keys of `grace.grace_from_params` for the predicted exchange. ``file``: path of the saved plan.
@@ -188,13 +188,13 @@ class Basis:
     codecs: tuple[Codec, ...]
     """Costs of the plan's compressor, then of its other settings, such as the levels of a policy."""
     devices: tuple[Device, ...]
-    """Allowed devices, and the maximum number of compressions per tensor: as in `Costs`."""
+    """The allowed devices; they, ``max_compressions`` and ``min_numel`` are as in `Costs`."""
     max_compressions: int | None = None
     min_numel: int = MIN_NUMEL
     mode: Mode = "refined"
     servers: int = 1
     deferred: bool = True
-    """These three: as in `make`."""
+    """``mode``, ``servers`` and ``deferred``: as in `make`."""
 
     def codec(self, compressor: Compressor | None = None) -> Codec | None:
         """The costs of this compressor, by default the plan's; None if unknown."""
@@ -271,11 +271,11 @@ class Planned:
 
     plan: Plan
     selection: Selection
-    """The search result, even if a communicator is faster."""
+    """The result of the search, even if a communicator for all tensors is faster."""
     play: Play
     """The predicted step."""
     seconds: Mapping[str, float]
-    """Seconds per step of each way that was compared."""
+    """Seconds per step, by the name of each way that was compared."""
 
     @property
     def timeline(self) -> Timeline:

@@ -1,9 +1,9 @@
 """Searches for the strategies, one per tensor, that minimise a step's time.
 
-Two modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
+Three modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
 section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several starting points, swaps of two
-tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each mode is
-from the optimum.
+tensors' strategies, and passes after random changes of a few strategies. "exact": all combinations, for few tensors.
+docs/planner.md shows how far the first two are from the optimum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GAIN = 1e-9
 PLACEMENTS = 4096
 """Up to this many placements of groups on the CPU, all are tried; beyond, one group after the other."""
 WORK = 4_000_000
-"""Budget of the refined mode, in timelines times tensors: models with hundreds of tensors get fewer passes."""
+"""Budget of the refined mode, the number of timelines times that of tensors: models with hundreds of tensors get fewer
+passes."""
 SHAKES, SHAKEN = 24, 3
 """Number of random perturbations in the refined mode, and strategies changed by each."""
 EXACT = 10**6
@@ -56,7 +57,7 @@ class Problem:
     """For each tensor: ``plain`` uncompressed candidates first, or the only allowed one."""
     plain: int = 1
     wider: Callable[[], Sequence[Sequence[Choice]]] | None = None
-    """Returns the candidates of the refined mode; None: the same. The same plain ones come first."""
+    """Returns the candidates of the modes "refined" and "exact", plain ones first; None: ``candidates``."""
     offloaded: Callable[[int, Choice], Choice | None] = _alone
     """A tensor's choice with its compressions moved to the CPU; None if impossible."""
     servers: int = 1
@@ -91,7 +92,7 @@ class Problem:
 
     @cached_property
     def wide(self) -> Sequence[Sequence[Choice]]:
-        """The candidates of the refined mode."""
+        """The candidates of the modes "refined" and "exact"."""
         return self.wider() if self.wider else self.candidates
 
     def timeline(self, choices: Sequence[Choice] | None = None) -> Timeline:
@@ -110,7 +111,7 @@ class Selection:
 
     choices: tuple[Choice, ...]
     seconds: float
-    """From the start of the backward pass to the end of the last operation."""
+    """Seconds from the start of the backward pass to the end of the last operation."""
     simulations: int
     """Number of simulated timelines, including aborted ones."""
 
@@ -128,7 +129,7 @@ def select(problem: Problem, mode: Mode = "refined") -> Selection:
 
 
 class _State:
-    # The choices so far and their timeline, kept in sync.
+    # The current choices and their timeline, kept in sync.
     def __init__(self, problem: Problem):
         self.problem = problem
         self.choices = [each[0] for each in problem.candidates]

@@ -22,7 +22,7 @@ from grace.kernels.timeline import NativePlayer, native_player
 
 DEVICE, CPU, INTRA, INTER = range(4)
 RESOURCES = ("device", "CPU pool", "link within a machine", "link between machines")
-STRIDE = 8  # tensors between two snapshots from which a timeline can be resumed
+STRIDE = 8  # number of tensors between two snapshots from which a timeline can be resumed
 Chain = tuple[tuple[int, float], ...]
 """The operations after a gradient: (resource, seconds) of each, in order."""
 
@@ -33,7 +33,7 @@ class Span:
 
     tensor: int
     operation: int
-    """Its index in the chain; -1: the backward pass."""
+    """The operation's index in the tensor's chain; -1: the backward pass."""
     resource: int
     began: float
     ended: float
@@ -101,8 +101,8 @@ class Timeline:
     def hide(self, hidden: bytearray) -> None:
         """Set the byte of each tensor to 1 if an idle gap follows its messages on every link that it uses.
 
-        No later message waits for those. Only gaps that end with a tensor's first message count: other operations may
-        have waited for the link themselves.
+        No later message waits for these messages. Only gaps that end with a tensor's first message count: other
+        operations may have waited for the link themselves.
         """
         self._player.hide(hidden)
 
@@ -231,9 +231,9 @@ class Overheads:
 
     backward: float
     communication: float
-    """Links are busy, but the backward pass does not run."""
+    """Time in which links are busy, but the backward pass does not run."""
     compression: float
-    """Compressions run, but neither the backward pass nor a link."""
+    """Time in which compressions run, but neither the backward pass nor a link is busy."""
 
 
 def overheads(spans: Sequence[Span]) -> Overheads:
@@ -259,7 +259,7 @@ def save_trace(
 ) -> None:
     """Write a predicted timeline in Chrome's trace format.
 
-    ``names``: of the tensors. ``labels``: of each tensor's operations.
+    ``names``: those of the tensors. ``labels``: those of each tensor's operations.
     """
     rows = []
     for span in spans:

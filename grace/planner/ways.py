@@ -1,7 +1,7 @@
 """Ways: exchanges of a whole model, with one communicator for all tensors that a method compresses.
 
 A step is simulated as GRACE runs it: tensors in buckets, each bucket compressed once its gradients are ready, its
-message overlapping the backward pass, and decoded at the end. Dense gradients travel the same way without
+message overlapping the backward pass, and decoded at the end. Dense gradients travel in the same way, without
 compression. `grace.planner.advise` compares all ways, and no plan of `grace.planner.plan` is slower than one of them.
 """
 
@@ -24,12 +24,13 @@ from grace.planner.timeline import Chain, Span, Timeline
 
 BUCKET_MB = 25.0
 PLAN = "plan"
-"""Not a way: each tensor has its own strategy."""
+"""Takes the place of a way's name where each tensor has its own strategy."""
 _PAYLOADS = {
     "allreduce": "compress(gpu) allreduce*({0}) decompress(gpu)",
     "allgather": "compress(gpu) allgather*({0}) decompress(gpu)",
     "twostage": "compress(gpu) alltoall*({0}) decompress(gpu) compress(gpu) allgather*({0}) decompress(gpu)",
 }
+"""By communicator: the text of its strategy for a tensor, with {0} for the level of its collectives."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Way:
     name: str
     option: Option
     params: Mapping[str, str]
-    """As for `grace.grace_from_params`."""
+    """The communicator and its parameters, as for `grace.grace_from_params`."""
 
 
 def _hierarchical(outer: str, option: str) -> Way:
@@ -115,18 +116,18 @@ class Play(NamedTuple):
 
     timeline: Timeline
     names: tuple[str, ...]
-    """Names of its tensors, or buckets."""
+    """Names of the tensors, or buckets, of the timeline."""
     labels: tuple[list[str], ...]
-    """Labels of their operations."""
+    """Labels of each tensor's, or bucket's, operations."""
 
     @property
     def seconds(self) -> float:
-        """From the start of the backward pass to the last mean."""
+        """Seconds from the start of the backward pass to the last mean."""
         return self.timeline.seconds
 
     @property
     def codec_seconds(self) -> float:
-        """Encoding and decoding, hidden or not."""
+        """Seconds of encoding and decoding, hidden or not."""
         chains = zip(self.timeline.chains, self.labels, strict=True)
         pairs = (
             (label, seconds) for chain, labels in chains for label, (_, seconds) in zip(labels, chain, strict=True)
@@ -139,7 +140,7 @@ class Play(NamedTuple):
 
 
 def buckets(profile: Profile, bucket_mb: float = BUCKET_MB, min_numel: int = MIN_NUMEL) -> list[Bucket]:
-    """The tensors in GRACE's buckets."""
+    """Group the tensors into buckets, as GRACE does."""
     return grouped(profile.tensors, bucket_mb, min_numel)
 
 
@@ -155,8 +156,8 @@ def play(
 ) -> Play:
     """Simulate a step with a method in one way. ``codec``: its costs; None for a dense way.
 
-    ``min_numel``: smaller tensors go dense. ``shrink``: divides the dense bytes, at no cost. ``deferred``: as in
-    `Timeline`.
+    ``min_numel``: smaller tensors travel uncompressed. ``shrink``: as in `grace.planner.advise.step`. ``deferred``: as
+    in `Timeline`.
     """
     laid = buckets(profile, bucket_mb, min_numel)
     ends = dict(zip(profile.tensors, accumulate(tensor.backward for tensor in profile.tensors), strict=True))

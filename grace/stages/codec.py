@@ -56,7 +56,7 @@ class ExampleTopK(Placed):
 
 @dataclass(frozen=True)
 class Codec:
-    """Compresses each example of a batch by itself. ``ctx.shape``: the batch's; its first dimension counts examples.
+    """Compresses each example of a batch by itself. ``ctx.shape`` is the batch's: its first dimension counts examples.
 
     A batch is compressed as one payload if the result is the same: if each example has whole blocks and whole bytes.
     """

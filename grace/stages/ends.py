@@ -20,8 +20,8 @@ from grace.stages import codec as codecs
 from grace.stages.settings import Direction
 
 DIGEST = 8
-"""Bytes of a digest at the end of a message: of the IDs ("aq"), or of the values that the receiver computes with
-(debug).
+"""Number of bytes of the digest that ends a message: of the IDs ("aq"), of the values that the receiver computes with
+(debug), or of both.
 """
 LARGEST16 = 65504.0
 """The largest number of float16."""
@@ -46,7 +46,7 @@ class EdgeBytes:
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over bytes."""
+        """``dense`` over ``nbytes``."""
         return self.dense / self.nbytes if self.nbytes else 1.0
 
 
@@ -83,11 +83,11 @@ class Samples:
         self.rows = np.memmap(path, dtype, "r+" if whole else "w+", shape=(count, width))
 
     def read(self, ids: Any) -> tuple[Any, Any]:
-        """int64[m] -> float32[m, width], and bool[m]: whether it is the sample's first visit."""
+        """IDs int64[m] -> activations float32[m, width], and bool[m]: whether this is a sample's first visit."""
         return self.rows[ids].astype(np.float32), ~self.seen[ids]
 
     def write(self, ids: Any, rows: Any) -> None:
-        """Store float32[m, width]; a row that is not finite leaves its sample as it was."""
+        """Store activations float32[m, width]; a row that is not finite leaves its sample unchanged."""
         ok = np.isfinite(rows).all(1)
         self.rows[ids[ok]] = rows[ok]
         self.seen[ids[ok]] = True
@@ -98,10 +98,11 @@ class End:
     """One end of one direction of an edge.
 
     ``edge``: such as "0-1"; ``direction``: "forward" or "backward"; ``sender``: whether this is the sending end.
-    ``masks``: for same_mask, shared by both directions at the same end. Both ends must make the same calls.
+    ``masks``: for same_mask, the positions sent forward, shared by both directions at the same end. Both ends must make
+    the same calls.
 
     Arguments of the methods: ``number``: the index of a tensor among a stage's outputs; ``microbatch``: the index of
-    the micro-batch in a step; ``ids``: NumPy's int64[m], IDs for "aq"; ``training`` False: no feedback or new state.
+    the micro-batch in a step; ``ids``: NumPy's int64[m], IDs for "aq"; ``training``: False: no feedback, no new state.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class End:
         return EdgeBytes(self.edge, self.direction, end, self._messages, self._nbytes, self._dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """Arrays and numbers; rows in files are not copied, so keep the folder with it."""
+        """The state as arrays and numbers. It excludes rows in files: keep their folder with it."""
         samples = {}
         for number, store in self._samples.items():
             samples[str(number)] = {"seen": store.seen.copy()}
@@ -369,7 +370,7 @@ class End:
         return self._samples[number]
 
     def _known(self, xp: Backend, shape: tuple[int, ...], number: int, ids: Any) -> tuple[Samples, Array, Any]:
-        # The store; float32[m, width], the activations of a batch that both ends know; and bool[m], first visits.
+        # The store; a batch's activations that both ends know, float32[m, width]; and whether each is new, bool[m].
         if ids is None or len(ids) != shape[0]:
             found = "none" if ids is None else len(ids)
             raise ValueError(

@@ -15,7 +15,7 @@ from grace.core.registry import compressors, take, unknown_key
 from grace.stages.codec import FEEDBACKS, Codec, ExampleTopK
 
 INT8: Mapping[str, Any] = {"compressor": "blockint", "bits": 8}
-"""The default of both directions."""
+"""The default compression of both directions."""
 Choice = str | Mapping[str, Any] | Compressor | None
 STORED = ("float16", "float32")
 
@@ -27,8 +27,8 @@ class Direction:
     compressor: Compressor
     feedback: str = "none"
     masked: bool = False
-    """Whether only elements sent forward are sent (backward, with same_mask); the compressor is then that of the
-    forward direction.
+    """Whether only the elements that were sent forward are sent: true of the backward direction with same_mask, whose
+    compressor is then that of the forward direction.
     """
     seed: int = 0
     debug: bool = False
@@ -41,7 +41,7 @@ class Direction:
 
     @property
     def plain(self) -> bool:
-        """Tensors cross uncompressed."""
+        """Whether tensors cross uncompressed."""
         return self.compressor.traits.lossless and not self.masked
 
     @property

@@ -96,8 +96,8 @@ def check_communicator(
     """Check a communicator against all laws, as `check_compressor` does.
 
     ``compressors``: compressors to carry; None: every registered one that it accepts with default parameters.
-    It must reject the others by ValueError, which is a law, too. The laws concern whole gradients: ValueError for a
-    communicator that reduce-scatters.
+    The communicator must reject all others by ValueError, which is a law, too. The laws concern whole gradients:
+    ValueError for a communicator that reduce-scatters.
     """
     if communicator.reduce_scatters:
         raise ValueError(f"{name_of(communicator)!r} hands out rows, and these laws are about whole gradients")

@@ -24,10 +24,11 @@ from grace.transports.local import LocalTransport, World
 SIZES = (0, 1, 7, 8, 9, 1000, 5000)
 MATRICES = ((3, 5), (8, 8), (40, 25), (4, 3, 3, 8))
 WIRE = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
+"""The dtypes that arrays of a payload may have."""
 
 
 class Laws(dict[str, Callable[..., None]]):
-    """Checks by name."""
+    """Laws: functions that check something, by name."""
 
     def add(self, check: Callable[..., None]) -> Callable[..., None]:
         """Decorator: add a function to the laws."""
@@ -85,7 +86,7 @@ def host(xp: Any, arrays: Any) -> list[Any]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Equal shapes, dtypes and bits, array by array."""
+    """Whether shapes, dtypes and bits are equal, array by array."""
     return [(a.shape, a.dtype, a.tobytes()) for a in one] == [(b.shape, b.dtype, b.tobytes()) for b in two]
 
 
@@ -146,7 +147,7 @@ def memory_of(compressor: Compressor) -> Memory:
 def workers(
     compressor: Compressor, memory: Memory | None = None, communicator: Any = None, size: int = 3, **options: Any
 ) -> list[Grace]:
-    """One Grace per worker of a world in this process; compresses small tensors, too."""
+    """A Grace for each of ``size`` workers in this process; they compress small tensors, too."""
     world, method = World(size), Method(compressor, memory or memory_of(compressor))
     communicator = communicator or communicators[usual_communicator(compressor)]()
     with warnings.catch_warnings():
@@ -202,10 +203,11 @@ BAD = {
     f"{value} {where}": (value, where)
     for value, where in ((math.nan, 0.0), (math.nan, 0.5), (math.nan, 1.0), (math.inf, 0.5), (-math.inf, 1.0))
 }
+"""By label: a non-finite value, and its relative position in a gradient, 0 to 1."""
 
 
 def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
-    """Numbers with one non-finite element."""
+    """float32 numbers with one non-finite element. ``name``: a key of `BAD`."""
     x = spread(*shape, seed=seed)
     value, where = BAD[name]
     x.reshape(-1)[int(where * (x.size - 1))] = value

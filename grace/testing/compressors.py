@@ -40,7 +40,7 @@ FAMILIES = ("quantisation", "sparsification", "hybrid", "low rank")
 
 
 def reference(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Run on NumPy only, since the law needs many draws; other laws compare the toolkits with it."""
+    """Decorator: check a law on NumPy only, as it needs many draws; other laws compare the toolkits with NumPy."""
     check.reference = True  # type: ignore[attr-defined]
     return check
 
@@ -48,7 +48,7 @@ def reference(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 @LAWS.add
 @reference
 def declarations_make_sense(compressor: Compressor, xp: Any) -> None:
-    """It is a frozen dataclass with a docstring and valid declarations."""
+    """The compressor is a frozen dataclass with a docstring and valid declarations."""
     assert dataclasses.is_dataclass(compressor), "put @dataclass(frozen=True) above the class"
     assert dataclasses.replace(compressor) == compressor, "it must be made of its fields alone"
     assert hash(compressor) == hash(dataclasses.replace(compressor)), "@dataclass needs frozen=True"
@@ -84,7 +84,7 @@ def payloads_can_travel(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
-    """Compress returns the keys, shapes and dtypes of ``init``: other data would be lost."""
+    """The state that ``compress`` returns has the keys, shapes and dtypes of ``init``: other data would be lost."""
     for shape in shapes(compressor):
         ctx = context(xp, shape)
         made, (_, kept) = compressor.init(ctx), send(compressor, xp, spread(*shape), ctx)
@@ -108,7 +108,7 @@ def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
-    """Decompress depends only on the payload and on data that all workers know."""
+    """``decompress`` depends only on the payload and on data that all workers know."""
     for shape in shapes(compressor):
         payload, _ = send(compressor, xp, spread(*shape), context(xp, shape, rank=1, step=3))
         mine, *others = (receive(compressor, xp, payload, context(xp, shape, rank=r, step=3)) for r in (1, 0, 3))
@@ -117,9 +117,9 @@ def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def arguments_are_left_alone_and_twice_is_the_same(compressor: Compressor, xp: Any) -> None:
-    """Compress, decompress and aggregate change none of their arguments, and are repeatable.
+    """``compress``, ``decompress`` and ``aggregate`` change none of their arguments, and are repeatable.
 
-    Residual may change x, which is not used after it, but not the payload.
+    ``residual`` may change x, which is not used afterwards, but not the payload.
     """
     for shape in shapes(compressor):
         ctx, x = context(xp, shape), spread(*shape)
@@ -197,7 +197,7 @@ def averaged_payloads_are_linear(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def what_is_sent_and_what_is_kept_add_up(compressor: Compressor, xp: Any) -> None:
-    """Residual is x minus this worker's decoded payload; exact, bit for bit, if elements are sent exactly."""
+    """``residual`` is x minus this worker's decoded payload; bit for bit, if elements are sent exactly."""
     if compressor.traits.majority_vote:
         return
     for shape in shapes(compressor):
@@ -256,7 +256,7 @@ def finite_in_finite_out(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
-    """Integers in payloads are equal, floats up to rounding."""
+    """Payloads have the same integers as NumPy's, and the same floats up to rounding."""
     from grace.backends import get_backend
 
     one = get_backend("numpy")
@@ -282,7 +282,7 @@ def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 @reference
 def contractions_contract(compressor: Compressor, xp: Any) -> None:
-    """|x - x̂|² <= (1 - d)|x|² for heavy-tailed x; in expectation if positions are random."""
+    """|x - x̂|² <= (1 - d)|x|² for heavy-tailed x, decoded as x̂, on average over draws; d = contraction(n)."""
     shape = shape_of(compressor, 64) if compressor.traits.needs_shape else (64,)
     n = math.prod(shape)
     d = compressor.contraction(n)
@@ -301,7 +301,7 @@ def contractions_contract(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 @reference
 def unbiased_methods_are_unbiased_with_the_stated_variance(compressor: Compressor, xp: Any) -> None:
-    """The mean of 2000 draws is x, and their variance is at most w|x|²: for spiky, uniform and normal x."""
+    """The mean of 2000 draws is x, and their variance is at most variance(n) |x|²: for spiky, uniform and normal x."""
     shape, draws = shape_of(compressor, 64) if compressor.traits.needs_shape else (64,), 2000
     n = math.prod(shape)
     w = compressor.variance(n)
@@ -346,7 +346,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
-            # In these communicators, payloads pass through no toolkit function that other communicators do not use.
+            # On other toolkits skip these two: they pass payloads only through functions that others use, too.
             if xp.name == "numpy" or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 

@@ -18,7 +18,7 @@ LAWS = Laws()
 
 @LAWS.add
 def declarations_make_sense(memory: Memory, compressor: Compressor, xp: Any) -> None:
-    """It is a frozen dataclass with a docstring."""
+    """The memory is a frozen dataclass with a docstring."""
     assert dataclasses.is_dataclass(memory), "put @dataclass(frozen=True) above the class"
     assert dataclasses.replace(memory) == memory, "it must be made of its fields alone"
     assert hash(memory) == hash(dataclasses.replace(memory)), "@dataclass needs frozen=True"

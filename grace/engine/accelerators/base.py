@@ -17,26 +17,27 @@ class Accelerator(Generic[C]):
 
     The engine calls `encode` and `mean` only if the backend has kernels (a backend may lack some of them);
     `compensated`, `split_residual` and the methods ending in ``_into`` only if arrays are mutable (``ctx.xp.mutable``).
-    A subclass overrides what it accelerates and inherits the plain functions for the rest.
+    A subclass overrides the methods that it accelerates; all others run the compressor's plain functions.
     """
 
     def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        """Payload and residual of x + residual, by `kernels`; None: no kernel.
+        """Compress x + residual with a kernel: its payload and the new residual, or None without a kernel.
 
-        x is donated. Without a residual the second result is unused.
+        x is donated. If ``residual`` is None, the second result is unused.
         """
         return None
 
     def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        """`Compressor.compress`, for compressors with a state or collectives, and for any memory."""
+        """Run `Compressor.compress`, if `encode` returned None or the memory does not use standard error feedback."""
         return compressor.compress(x, state, ctx)
 
     def compensated(
         self, compressor: C, x: Array, residual: Array, state: State, ctx: Context
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
-        """`Compressor.compress` of x + residual, with the addition fused into its first pass; None: not supported.
+        """Compress x + residual, with the addition fused into the first pass over x; None if this is not supported.
 
-        If not None, it replaces `compress`: an array, and a program that writes x + residual to it. x is donated.
+        Replaces `compress`. Returns an array and a program that compresses; once the program has returned, the array
+        holds x + residual. x is donated.
         """
         return None
 
@@ -45,7 +46,7 @@ class Accelerator(Generic[C]):
         return compressor.residual(x, payload, ctx)
 
     def split_residual(self, compressor: C, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
-        """Write the decoded payload over x, and `residual` to float32[n] ``residual``."""
+        """Write the residual of x to float32[n] ``residual``, and then the decoded payload to x."""
         xp = ctx.xp
         xp.buffers.write(residual, x)
         found = self.residual(compressor, residual, payload, ctx)
@@ -54,7 +55,7 @@ class Accelerator(Generic[C]):
         self.decode_into(compressor, x, payload, ctx)
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        """`Compressor.aggregate` by `kernels`, written to ``out`` if given; None: no kernel."""
+        """`Compressor.aggregate` by a kernel, written to ``out`` if given; None without a kernel."""
         return None
 
     def decode(self, compressor: C, payload: Payload, ctx: Context) -> Array:
@@ -101,7 +102,7 @@ class Accelerator(Generic[C]):
 
 
 def has(ctx: Context, family: str, kernel: str) -> bool:
-    """Whether the backend has a kernel."""
+    """Whether the backend has this kernel."""
     found = ctx.xp.kernels
     return bool(found and getattr(getattr(found, family), kernel))
 
@@ -109,7 +110,7 @@ def has(ctx: Context, family: str, kernel: str) -> bool:
 def at_once_encoded(
     compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
 ) -> tuple[Payload, Array]:
-    """`Accelerator.encode` by a function that encodes a whole vector, without deferral."""
+    """Implement `Accelerator.encode` with ``encode``, which compresses a whole vector and reads it immediately."""
     if residual is None:
         return encode(x), x
     x = accumulated(ctx, x, residual)

@@ -1,4 +1,4 @@
-"""Accelerated chains, built from the accelerators of their two parts."""
+"""Accelerators of chains of a sparsifier and a quantizer, built from the accelerators of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Chains(DecodedSums[H]):
         return (*values, *sent[1:]), state
 
     def encode(self, compressor: H, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        ctx = deferring(ctx, None)  # the quantizer reads the values right away
+        ctx = deferring(ctx, None)  # the quantizer reads the values immediately
         first, second = compressor.sparsifier, compressor.quantizer
         selection = accelerator_of(first)
         if not isinstance(selection, Selection) or (done := selection.chosen(first, x, residual, ctx)) is None:

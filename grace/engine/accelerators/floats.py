@@ -34,18 +34,18 @@ def _dithered(s: int, bits: int) -> Codes:
 
 
 class Coded(Accelerator[C]):
-    """Low-bit codes, with a scale for each block."""
+    """Accelerator base of compressors that send low-bit codes with a scale for each block."""
 
     @abstractmethod
     def codes(self, compressor: C) -> Codes:
-        """The value of each code."""
+        """The description of the codes for the kernels."""
 
     @abstractmethod
     def rng(self, compressor: C, ctx: Context) -> Rng | None:
-        """The stream for random rounding; None: round to nearest."""
+        """The random stream for stochastic rounding; None: round to nearest."""
 
     def block_size(self, compressor: C) -> int:
-        """Elements that share a scale; 0: all."""
+        """Number of elements that share a scale; 0: all of them."""
         size: int = compressor.block_size  # type: ignore[attr-defined]
         return size
 
@@ -92,7 +92,7 @@ class PowersOfTwo(Coded[Natural]):
 
 
 class DitheredPowers(Coded[NaturalDithering]):
-    """Accelerator of natural_dithering, of powers of two."""
+    """Accelerator of natural_dithering with base=2."""
 
     def encode(
         self, compressor: NaturalDithering, x: Array, residual: Array | None, ctx: Context

@@ -1,4 +1,4 @@
-"""Memory kernels."""
+"""Kernels of memories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Residuals(MemoryAccelerator[R]):
 
 
 class FilteredResiduals(MemoryAccelerator[LowPass]):
-    """Accelerator of memory lowpass. `compensate` keeps the previous residual: `update` reads it."""
+    """Accelerator of memory lowpass. The plain `compensate` keeps the previous residual, which `update` reads."""
 
     def update(
         self, memory: LowPass, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context

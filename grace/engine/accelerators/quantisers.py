@@ -101,7 +101,7 @@ class RandomTernary(Accelerator[TernGrad]):
 
 
 class Votes(Accelerator[SignSGD]):
-    """Runs signsgd and signum with kernels, unless their votes are summed on the wire."""
+    """Accelerator of signsgd and signum, unless their votes are summed on the wire."""
 
     def compress(
         self, compressor: SignSGD, x: Array, state: State, ctx: Context

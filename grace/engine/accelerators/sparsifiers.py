@@ -86,7 +86,7 @@ class SparseSums(ElementSums[K], SparseMean[K]):
 
 
 class DecodedSums(PlacedSums[P], SparseMean[P]):
-    """Decodes `parts` with kernels; sums and residuals use them."""
+    """Sums, means and residuals computed from `parts`, which a kernel may decode."""
 
     def decode(self, compressor: P, payload: Payload, ctx: Context) -> Array:
         return self.add(compressor, ctx.xp.zeros(ctx.size), payload, ctx)
@@ -103,7 +103,7 @@ class DecodedSums(PlacedSums[P], SparseMean[P]):
 
 
 class CodedSums(SparseSums[K]):
-    """Accelerator of sidco: unmodified elements at positions that may be coded."""
+    """Means of unmodified elements whose positions may be coded."""
 
     def uncoded(self, compressor: K, n: int) -> bool:
         """Whether positions travel uncoded, as one array."""
@@ -135,7 +135,7 @@ class Selection(ElementSums[K]):
 
     def encode(self, compressor: K, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not self.uncoded(compressor, ctx.size):
-            ctx = deferring(ctx, None)  # index coding reads the positions right away
+            ctx = deferring(ctx, None)  # index coding reads the positions immediately
         if (done := self.chosen(compressor, x, residual, ctx)) is None:
             return None
         (values, positions), left = done
@@ -233,10 +233,10 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """Runs randomk with kernels. Positions are drawn once per step, since a draw takes longer than a message."""
+    """Accelerator of randomk. It draws positions once per step, since a draw takes longer than a message."""
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
-        """`RandomK.positions`. ``last``: the last use in this step."""
+        """`RandomK.positions`. ``last``: whether this is the last use in this step."""
         draws, key = workspace(ctx).draws, (ctx.name, ctx.offset, ctx.size, compressor.compress_ratio, compressor.mode)
         found = draws.pop(key, None)
         if found is None:
@@ -297,7 +297,7 @@ class Chunks(DecodedSums[ChunkTopK]):
                 x, residual, compressor.chunk_size, compressor.chunk_k
             )
             return found
-        # Not in chunks: the selected elements are few, so they need no pass per chunk.
+        # Compress the whole vector at once: few elements are selected, so chunks would gain nothing.
         return at_once_encoded(
             compressor, lambda v: run_local(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
         )

@@ -38,14 +38,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "memories.dgc",
     ),
 }
-"""Accelerator modules, each with a dictionary ACCELERATORS, and the modules of their methods."""
+"""By accelerator module, which has a dictionary ACCELERATORS: the modules of the methods that it accelerates."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
 _PLAIN: Accelerator[Any] = Accelerator()
 _PLAIN_MEMORY: MemoryAccelerator[Any] = MemoryAccelerator()
 
 
 def accelerator_of(compressor: Compressor) -> Accelerator[Any]:
-    """The accelerator of a compressor's exact type. A subclass gets the default one: it may override anything."""
+    """The accelerator of a compressor's exact type. Subclasses get the default one: they may override any method."""
     found: Accelerator[Any] = _find(type(compressor))
     return found
 
@@ -69,7 +69,7 @@ def table(family: str) -> dict[type, Any]:
 
 
 def encode(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-    """Payload and residual of x + residual, by a kernel; None if there is none. x is donated."""
+    """Compress x + residual with a kernel: its payload and the new residual, or None without a kernel. x is donated."""
     try:
         return accelerator_of(compressor).encode(compressor, x, residual, ctx) if ctx.xp.kernels else None
     except Unavailable:
@@ -83,7 +83,10 @@ def mean(
     ctx: Context,
     deferred: DeferredKernels | None = None,
 ) -> Array | None:
-    """`Compressor.aggregate` by a kernel, written to ``out`` if given; None if there is none."""
+    """`Compressor.aggregate` by a kernel, written to ``out`` if given; None without a kernel.
+
+    ``deferred``: a queue for the kernel, which then fills the result later.
+    """
     ctx = deferring(ctx, deferred)
     try:
         return accelerator_of(compressor).mean(compressor, payloads, out, ctx) if ctx.xp.kernels else None

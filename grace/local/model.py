@@ -113,10 +113,7 @@ class Model:
 
     def state(self) -> dict[str, Any]:
         """The state: "base" and "momentum", each as host arrays by parameter name."""
-        parts = {"base": self.bases, "momentum": self.momenta}
-        return {
-            key: {n: exported(self._array(each), self.xp) for n, each in part.items()} for key, part in parts.items()
-        }
+        return {"base": self._exported(self.bases), "momentum": self._exported(self.momenta)}
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Replace base and momentum with those of a `state`."""

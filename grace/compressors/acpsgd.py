@@ -16,8 +16,8 @@ from grace.core.registry import register
 class ACPSGD(Agreed):
     """Send one factor of a low-rank approximation per step: P in even steps, Q in odd ones.
 
-    Each factor is computed with an orthonormal basis of the other one, in one round instead of PowerSGD's two, with
-    half the bytes.
+    Each factor is computed with an orthonormal basis of the other factor, so that a step takes one round instead of
+    PowerSGD's two, and half the bytes.
     Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers; then this worker's own P and Q. State: P and
     Q, equal on all workers.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do

@@ -170,7 +170,7 @@ def level_of(key: str, value: Any, compressor: Compressor) -> Level:
 
 
 def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
-    """The compressor's current values of these fields, as a level."""
+    """The compressor's current values of the fields ``keys``, as a level; fields that it does not have are left out."""
     known = _fields(compressor)
     return {key: known[key][0] for key in keys if key in known}
 

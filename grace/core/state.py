@@ -39,7 +39,7 @@ def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
 
 
 def scope(state: State, prefix: str) -> State:
-    """The arrays of a state whose keys begin with ``prefix/``, by the rest of the key."""
+    """The arrays of a state whose keys begin with ``prefix/``, under their keys without this prefix."""
     start = prefix + "/"
     return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
 

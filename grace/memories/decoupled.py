@@ -16,7 +16,7 @@ from grace.memories.residual import Residual
 @register("decoupled_momentum")
 @dataclass(frozen=True)
 class DecoupledMomentum(Residual):
-    """Keep a local momentum: subtract sent values from it, and let the rest decay.
+    """Keep a local momentum: subtract sent values from it, and let the remainder decay.
 
     This is the memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma *
     gradient is compressed, then the sent values are subtracted from m. State: residual float32[n] (m).

@@ -1,4 +1,4 @@
-"""Collect all payloads and decode them."""
+"""Gather all payloads on every worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grace.core.registry import register
 @register("allgather")
 @dataclass(frozen=True)
 class Allgather(Communicator):
-    """Send every payload to every worker; each decodes and averages them all, in rank order.
+    """Send every payload to every worker; each worker decodes and averages all of them, in rank order.
 
-    Carries any payload. Traffic grows with the number of workers N: beyond N = 64 / (bits per element) a plain float32
-    allreduce moves fewer bytes.
+    It carries any payload. Traffic grows with the number of workers N: beyond N = 64 / (bits per element) a plain
+    float32 allreduce moves fewer bytes.
     """
 
     def check(self, method: Method, world_size: int) -> None:

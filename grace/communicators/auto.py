@@ -1,4 +1,4 @@
-"""The default exchange."""
+"""The default communicator, which chooses among the others."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from grace.core.method import Method
 from grace.core.registry import register
 
 MIN_SHARD = 2**14
-"""Minimum elements per shard: smaller shards take longer to handle than to send."""
+"""Minimum number of elements per shard: smaller shards take longer to handle than to send."""
 
 
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Communicator):
-    """The exchange with the fewest bytes on the busiest link for this method and these workers; the default.
+    """Choose the communicator with the fewest bytes on the busiest link for this method and these workers; the default.
 
-    Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Other payloads are gathered between
-    two workers, and go by ``twostage`` between more, with shards of at least 16,384 elements. If each of several
-    machines has several workers, they go by ``hierarchical``, and this rule chooses the exchange between machines. A
-    method that ``twostage`` cannot carry is gathered. The choice depends only on the method and the workers, so all
-    workers make the same one; `Grace.report` names it.
+    Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Other payloads go by ``allgather``
+    between two workers, and by ``twostage`` between more, with shards of at least 16,384 elements. If each of several
+    machines has several workers, they go by ``hierarchical``, and this rule chooses the communicator between machines.
+    Low-rank factors, and methods that ``twostage`` cannot carry, go by ``allgather``. The choice depends only on the
+    method and the workers, so all workers make the same one; `Grace.report` names it.
     """
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
@@ -45,7 +45,7 @@ def _among(method: Method, transport: Transport) -> tuple[Communicator, str]:
 
 
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:
-    """The default communicator of a method, and the reason, for these numbers of workers in total and per machine."""
+    """The default communicator of a method, and the reason. ``workers``: in total; ``per_machine``: on each machine."""
     name = name_of(method.compressor)
     if method.compressor.traits.combine is not Combine.GATHER:
         return Allreduce(), f"payloads of {name!r} are summed on the wire, or agreed on"

@@ -14,7 +14,7 @@ from grace.core.registry import register
 @register("broadcast")
 @dataclass(frozen=True)
 class Broadcast(Communicator):
-    """As allgather, by one broadcast from each worker: for links and libraries with slow or no gathering."""
+    """As allgather, by one broadcast from each worker: for links and libraries whose gather is slow or missing."""
 
     def check(self, method: Method, world_size: int) -> None:
         refuse_agreed("broadcast", method)

@@ -1,4 +1,4 @@
-"""Exact within a machine, compressed between machines."""
+"""Exact means within a machine, compressed exchange between machines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 @register("hierarchical")
 @dataclass(frozen=True)
 class Hierarchical(Communicator):
-    """Average exactly on each machine, a shard on each worker, and compress only the traffic between machines.
+    """Average exactly on each machine, one shard per worker, and compress only the traffic between machines.
 
     Worker i of a machine averages shard i of its machine's gradients, exchanges the compressed average with worker i of
-    every other machine, and sends the result to the workers of its own machine. The network between machines carries
-    each shard once. Error feedback and all other state belong to the shard. Tensors of methods that need the shape are
-    cut along their first axis, others anywhere.
+    every other machine, and sends the result to the workers of its own machine. So a machine sends each shard to the
+    network once, not once per worker. Error feedback and all other state belong to the shard. If the method needs the
+    tensor's shape, shards are cut along the first axis, otherwise at any block boundary.
     ``outer``: the name of the communicator between machines; empty: the default (``auto``).
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     """
@@ -66,7 +66,7 @@ class Hierarchical(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, sizes = ctx.xp, [shard.size for shard in shards(method.compressor, ctx, self.node_size)]
         bounds = pairwise(accumulate(sizes, initial=0))
-        # A gradient that is sent uncompressed keeps its own dtype within a machine, too.
+        # A gradient that is sent uncompressed keeps its own dtype within the machine as well.
         wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
         x = xp.cast(x, wire)
         received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
@@ -89,7 +89,7 @@ class Hierarchical(Communicator):
 
 
 def _across(program: Program[T]) -> Program[T]:
-    # The same program, run in the group "cross".
+    # The same program, with its collectives in the group "cross".
     answer = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Compressed reduce-scatter: each worker receives the mean of its own row."""
+"""Compressed reduce-scatter: each worker receives the mean of its own row of a tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grace.core.registry import register
 class ReduceScatter(Communicator):
     """Send row i of every worker's tensor, compressed, to worker i, which averages the rows it receives.
 
-    For sharded training: `grace.torch.fsdp`. The first dimension of a tensor is the number of workers, and the result
-    on a worker is the mean of its own row. Each row is compressed separately and has its own residual. A worker sends N
-    - 1 rows, each with a flag byte that says whether its whole gradient is finite. If any flag is unset, the mean is
-    NaN on all workers, so all of them keep their previous states.
+    For sharded training: `grace.torch.fsdp`. A tensor has one row for each of the N workers, and the result on a worker
+    is the mean of its own row. Each row is compressed separately and has its own residual. A worker sends N - 1 rows,
+    each with a flag byte that says whether the worker's whole gradient is finite. If any worker's flag is unset, the
+    mean is NaN on all workers, so all of them keep their previous states.
     """
 
     reduce_scatters = True
@@ -59,6 +59,6 @@ class ReduceScatter(Communicator):
         return mean, join(**states)
 
     def row(self, ctx: Context, worker: int) -> Context:
-        """The context of a worker's row."""
+        """The context of the row that ``worker`` averages."""
         size = ctx.size // ctx.world_size
         return ctx.piece(worker * size, size)

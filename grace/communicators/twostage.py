@@ -1,4 +1,4 @@
-"""Compressed allreduce: scatter, average, compress again, gather."""
+"""Compressed allreduce in two stages: scatter and average shards, then compress the means and gather them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grace.core.sharding import cuts, cuttable, shards
 @register("twostage", "alltoall")
 @dataclass(frozen=True)
 class TwoStage(Communicator):
-    """Each worker averages its shard of all workers' gradients, compresses the mean again and sends it to all.
+    """Average a shard of all workers' compressed gradients on each worker, compress the mean again and send it to all.
 
-    A worker receives 2 (N - 1) / N payloads, whatever the number of workers N. Blockwise payloads are cut at block
-    boundaries; other methods compress each shard separately, with its own scale, threshold or number of elements. The
-    second compression has its own memory, the server's, so error feedback recovers its error, too.
+    A worker receives the bytes of 2 (N - 1) / N payloads, less than two for any number of workers N. Blockwise payloads
+    are cut at block boundaries; other methods compress each shard separately, with its own scale, threshold or number
+    of elements. The second compression has a memory of its own, so error feedback recovers its error as well.
     ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
     on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
@@ -42,7 +42,7 @@ class TwoStage(Communicator):
             raise ValueError(reason)
 
     def refusal(self, method: Method) -> str:
-        """Why a method cannot be carried; empty if it can."""
+        """The reason why this communicator cannot carry a method; empty if it can."""
         memory, other = method.memory, "communicator 'allgather', or memory 'residual'"
         if type(memory).after_mean is Memory.after_mean or (
             memory.second_stage is not None and cuttable(method.compressor)
@@ -67,7 +67,7 @@ class TwoStage(Communicator):
         return f"{ctx.world_size} workers cannot have a shard each of shape {list(ctx.shape)}"
 
     def owned(self, compressor: Compressor, ctx: Context) -> dict[int, Context]:
-        """A tensor's shards, in order, by the ranks of the workers that average them."""
+        """The shards of a tensor, in order, each under the rank of the worker that averages it."""
         size = ctx.world_size
         if not self.min_shard:
             return dict(enumerate(shards(compressor, ctx, size)))
@@ -100,7 +100,7 @@ class TwoStage(Communicator):
             payload, server = yield from method.for_second_stage.encode(mean, scope(state, "server"), again[rank])
             states["server"] = server
         if compressor.traits.variable_length:
-            # This worker's payload for the same shard has rows of the same length.
+            # Messages are flat: reshape each array like the one that this worker sent for the same shard.
             gathered = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
             each = [
                 tuple(
@@ -122,7 +122,7 @@ class TwoStage(Communicator):
 def _encode(
     x: Array, method: Method, state: State, ctx: Context, owned: Sequence[Context]
 ) -> Program[tuple[list[Payload], dict[str, State]]]:
-    # The payload of each shard, and the states of the first compression.
+    # The payload of each shard, and the states of the first compression by compression point.
     xp, compressor = ctx.xp, method.compressor
     if cuttable(compressor):
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)

@@ -16,8 +16,8 @@ from grace.core.registry import register
 class ACPSGD(Agreed):
     """Send one factor of a low-rank approximation per step: P in even steps, Q in odd ones.
 
-    Each factor is computed with an orthonormal basis of the other: one round instead of PowerSGD's two, and half the
-    bytes.
+    Each factor is computed with an orthonormal basis of the other factor, so that a step takes one round instead of
+    PowerSGD's two, and half the bytes.
     Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers; then this worker's own P and Q. State: P and
     Q, equal on all workers.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
@@ -36,7 +36,7 @@ class ACPSGD(Agreed):
     def agree(
         self, x: Array, state: State, ctx: Context, residual: Array | None = None
     ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, if given: x becomes the sum."""
+        """`compress` of x, or of x + ``residual``, if given; the sum overwrites x."""
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix, even = xp.reshape(x, (a, b)), ctx.step % 2 == 0
         if xp.traced:
@@ -52,12 +52,12 @@ class ACPSGD(Agreed):
         return pairs, {"p": pairs[0], "q": pairs[1]}
 
     def _rows(self, state: State, ctx: Context) -> Array:
-        # float32[a, r], orthonormal: the basis for Q.
+        # float32[a, r]: P with orthonormal columns, from which Q is computed.
         xp = ctx.xp
         return xp.linalg.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
 
     def _columns(self, state: State, ctx: Context) -> Array:
-        # float32[r, b], orthonormal: the basis for P.
+        # float32[r, b]: Q with orthonormal rows, from which P is computed.
         xp = ctx.xp
         return xp.transpose(xp.linalg.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
 

@@ -19,8 +19,8 @@ class AdaComp(Placed):
     With residual e, gradient g and G = e + g: an element is sent if the magnitude of G + g reaches the largest
     magnitude of G in its bin. It is sent as the sign of G times the mean of the bins' largest magnitudes. The number of
     sent elements adapts to the gradient.
-    Payload: counts uint8[m], one for each bin; uint8[K], the place in the bin with the sign in the top bit; scale
-    float32[1]. State: "residual", e; so use memory "none", the default.
+    Payload: counts uint8[m], of the elements sent in each bin; places uint8[K], in the bin, with the sign in the top
+    bit; scale float32[1]. State: residual float32[n] (e), so use memory "none", the default.
     ``bin_size``: elements per bin, 2 .. 128, so that a place takes seven bits; the paper uses 500 for fully connected
     layers, with two bytes per element.
     Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", AAAI 2018,
@@ -53,7 +53,7 @@ class AdaComp(Placed):
         bound = xp.reshape(largest, (-1, 1))
         # Non-finite elements are always sent, so that every worker sees them.
         chosen = blocks.flat(xp, (reach >= bound) & (bound > 0), n) | xp.invert(xp.isfinite(total))
-        # In double precision: equal magnitudes, as in the second of two stages, then leave no residual.
+        # In double precision: the mean of equal magnitudes, as in the second of two stages, is then exact.
         sizes = xp.sum(xp.cast(largest, "float64"))
         scale = xp.cast(sizes / float(max(1, blocks.block_count(n, size))), "float32")
         counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")

@@ -16,11 +16,11 @@ from grace.ops.validate import matching
 class AdaptiveRandom(Placed):
     """Draw positions with a probability proportional to the element's magnitude, and send these elements.
 
-    Payload: values float32[K], positions int32[K], ascending; nothing of a tensor of zeros. k positions are drawn, k =
-    floor(compress_ratio * n), at least 1; K <= k of them differ. Probabilities are exact up to 2**-21.
+    Payload: values float32[K], positions int32[K], ascending; K = 0 for a tensor of zeros. k positions are drawn, k =
+    floor(compress_ratio * n), at least 1; K <= k of them are distinct. Probabilities are exact up to 2**-21.
     ``compress_ratio``: the number of draws as a share of the elements, in (0, 1]; the paper draws once.
-    ``unbiased``: send the sum of magnitudes over k, with the element's sign, for each time that it was drawn: the
-    expectation is x.
+    ``unbiased``: for each time that an element was drawn, send the sum of all magnitudes divided by k, with the
+    element's sign, so that the expectation is x.
     Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410, on adaptive random sparsification.
     """
@@ -55,13 +55,13 @@ class AdaptiveRandom(Placed):
         finite = xp.isfinite(x)
         size = xp.where(finite, xp.abs(x), 0.0)
         largest = xp.max(xp.concat([size, xp.zeros(1)]))
-        # Integers of up to 53 bits in all: every toolkit sums them exactly, in any order.
+        # Integer weights, whose sum has at most 53 bits: every toolkit sums them exactly, in any order.
         unit = 2.0 ** min(30, 52 - n.bit_length())
         weights = xp.floor(xp.cast(size / xp.where(largest > 0, largest, 1.0), "float64") * unit)
         ends = xp.cumsum(weights)
         total = ends[-1:] if n else xp.zeros(1, "float64")
         words = xp.cast(ctx.rng("draw").bits(k), "float64") + 2.0**31
-        points = xp.floor(words * 2.0**-32 * total) + 0.5  # among the integers below the total
+        points = xp.floor(words * 2.0**-32 * total) + 0.5  # in the middle of one of the ``total`` unit intervals
         drawn = xp.minimum(xp.searchsorted(ends, points), max(n - 1, 0))
         times = xp.segment_sum(xp.full(k, 1.0), drawn, n) * xp.cast(weights > 0, "float32")
         # Non-finite elements are always sent, so that every worker sees them.

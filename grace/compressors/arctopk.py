@@ -52,7 +52,7 @@ class ARCTopK(AgreedSparsifier):
         return self.agree(x, self._sketch(x, ctx), state, ctx)
 
     def agree(self, x: Array, own: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        """`compress`, given the products float32[m, sketch_size] of rows with sign vectors."""
+        """`compress`, given this worker's sketch ``own``: float32[m, sketch_size], rows times sign vectors."""
         xp, k = ctx.xp, self.count(ctx.size) // self.row_size
         sound = xp.finite(xp.reshape(own, (-1,)))  # the sketch is finite only if x is: it sums all elements
         (sketch,) = yield Reduce((own,), "mean")

@@ -15,9 +15,10 @@ TINY = 1e-37
 """Lower bound of divisors (avoids division by zero)."""
 
 PROBES = 8
-"""Random projections that estimate the length of each row."""
+"""Number of random projections that estimate the length of each row."""
 
 Parts = tuple[Array, Array, Callable[[Array], tuple[Array, Array]]]
+"""Lengths of the rank-one parts of a matrix, whether it is finite, and a function that returns the chosen parts."""
 
 
 @register("atomo")
@@ -28,10 +29,10 @@ class Atomo(LowRank):
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
     vectors.
-    ``leading``: for a matrix with longer sides, only about this many of the largest singular values are computed, by a
-    random projection, and the remainder is sampled row by row, along the shorter side. The variance is then up to four
-    times as large if singular values decay slowly, and the time is far shorter. 0: all singular values of every matrix
-    in every step, which takes seconds for large layers.
+    ``leading``: if both sides of the matrix are longer than this, only about this many of the largest singular values
+    are computed, by a random projection, and the remainder is sampled row by row, along the shorter side. The variance
+    is then up to four times as large if singular values decay slowly, and the time is far shorter. 0: all singular
+    values of every matrix in every step, which takes seconds for large layers.
     Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) if all are computed, and otherwise
     section 2, which covers any way to write x as a sum.
     Halko, Martinsson and Tropp, "Finding structure with randomness: Probabilistic algorithms for constructing
@@ -67,8 +68,8 @@ class Atomo(LowRank):
         return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
 
     def _all(self, x: Array, ctx: Context) -> Parts:
-        # Singular values float32[m], whether x is finite, and a function that returns the chosen vectors: unit vectors
-        # of the shorter side m, and their products with the matrix.
+        # Singular values float32[m], m the shorter side; whether x is finite; and a function that returns for the
+        # chosen values their unit vectors of length m, and the products of these with the matrix.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         ok = xp.finite(x)
         # In double precision: near-equal singular values give vectors that differ between toolkits.
@@ -134,7 +135,8 @@ class Atomo(LowRank):
         return xp.transpose(xp.concat(lefts)), xp.concat(rights)
 
     def _chances(self, xp: Any, s: Array, r: int) -> Array:
-        # Proportional to the values, capped at 1; the capped ones are always sent, and the others share the rest of r.
+        # Probabilities proportional to the values s, capped at 1, with sum r: values with probability 1 are always
+        # sent, the others share what is left of r.
         n, s = xp.shape(s)[0], s / xp.maximum(xp.max(s), TINY)
         falling = xp.take(xp.sort(s), n - 1 - xp.arange(n))
         rest = xp.sum(falling) - xp.cumsum(falling) + falling  # sum of this value and all smaller ones

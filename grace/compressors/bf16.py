@@ -15,8 +15,8 @@ from grace.ops.validate import fitting
 class BF16(Compressor):
     """Keep sign, exponent and 7 bits of mantissa, rounded to nearest or at random.
 
-    Payload: uint8[2n], the upper two bytes of each float32, little-endian. Bytes, since Horovod has no bfloat16:
-    so it is gathered (or exchanged in two stages), not summed on the wire.
+    Payload: uint8[2n], the upper two bytes of each float32, little-endian. Bytes are sent since Horovod has no
+    bfloat16, so payloads are gathered (or exchanged in two stages), not summed on the wire.
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased).
     """
 

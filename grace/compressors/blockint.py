@@ -46,13 +46,13 @@ class BlockInt(Rounded):
         return (1 << (self.bits - 1)) - 1
 
     def variance(self, n: int) -> float | None:
-        # The largest element is exact up to float rounding. The worst case for the others is the middle of the lowest
-        # step, each at L / (sqrt(L² + n - 1) + L) of it, which gives this bound; it is below (n - 1) / (4 L²).
+        # The largest element is exact up to float rounding. In the worst case all others lie in the step next to zero,
+        # at the fraction L / (sqrt(L² + n - 1) + L) of it, which gives this bound; it is below (n - 1) / (4 L²).
         n = max(1, min(n, self.traits.block_size or n))
         return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element or half a step, and the largest element is exact up to float rounding.
+        # No element's error exceeds the element or half a step, and the largest is exact up to float rounding.
         n = max(1, min(n, self.traits.block_size or n))
         return None if self.traits.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
 

@@ -22,8 +22,8 @@ class Chain(Placed):
     ``sparsifier``: a method that sends a known number of elements, such as "topk" (selector "exact" or "chunk") or
     "randomk".
     ``quantizer``: a method without state for the values, such as "qsgd", "natural" or "efsignsgd".
-    The keys of both (``compress_ratio``, ``selector``, ``quantum_num``) are keys of the chain. Both may be instances: a
-    chain is also a valid quantiser, so three stages are possible.
+    The keys of the two methods (``compress_ratio``, ``selector``, ``quantum_num``) are keys of the chain. Instances are
+    accepted instead of names: a chain is also a valid quantiser, so three stages are possible.
     Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2, for top-k with
     random rounding; any two methods compose in the same way.
     """
@@ -93,7 +93,7 @@ class Chain(Placed):
         return self.quantizer.decompress(found, self.second(ctx)) * self.scale(self.count(ctx.size))
 
     def scale(self, k: int) -> float:
-        """Factor for k decoded values."""
+        """The factor by which k decoded values are multiplied."""
         return 1.0
 
     def _share(self, k: int) -> float | None:
@@ -102,7 +102,7 @@ class Chain(Placed):
         return self.quantizer.contraction(k) if w is None else 1 - w if w < 1 else None
 
     def count(self, n: int) -> int:
-        """Number of sent elements of n."""
+        """Number of elements that are sent of n."""
         assert isinstance(self.sparsifier, Sparsifier)
         k = self.sparsifier.elements.count(n)
         assert k is not None

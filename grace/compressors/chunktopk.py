@@ -19,12 +19,14 @@ class ChunkTopK(Placed):
     """Send the largest elements of each chunk, as signs and one of two magnitudes.
 
     Payload: places in the chunk, ascending: the low eight bits uint8[K] and, for chunks of more than 256, the other
-    bits packed; codes uint8[ceil(K/4)], bit 0 the larger magnitude, bit 1 the sign; magnitudes float32[2 m].
-    The magnitudes are two means: of the selected elements below the chunk's mean magnitude, and of those at or above
-    it.
-    K = chunk_k per chunk; a short last chunk sends at most all its elements.
+    bits packed; codes uint8[ceil(K/4)], two bits each: bit 0 is set for the larger magnitude, bit 1 for negative
+    elements; magnitudes float32[2 m].
+    The two magnitudes of a chunk are means: of its selected elements below their mean magnitude, and of the selected
+    elements at or above it.
+    K is chunk_k times the number of chunks; a short last chunk sends at most all its elements. Chunks are compressed
+    independently, so the method works in two stages.
     ``chunk_size``: elements per chunk, a power of two, 8 .. 65536. ``chunk_k``: number of elements to send per chunk, a
-    multiple of 8. Chunks are compressed independently, so it works in two stages.
+    multiple of 8.
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706, after which this
     method is modelled; its outer optimizer, error decay and quantiser differ.
     """
@@ -43,7 +45,8 @@ class ChunkTopK(Placed):
         return Traits(family="hybrid", block_size=self.chunk_size, nonfinite_in_payload=True)
 
     def contraction(self, n: int) -> float | None:
-        # The k elements sent of a chunk of s have k / s of its squares, and one mean already carries 1 / k of those.
+        # The k sent elements of a chunk of s have at least k / s of its sum of squares, and a single mean magnitude
+        # already carries 1 / k of that.
         return 1 / max(1, min(n, self.chunk_size))
 
     def count(self, n: int) -> int:

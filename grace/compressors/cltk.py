@@ -21,8 +21,9 @@ class CLTopK(AgreedSparsifier):
     there, averaged on the wire. Traffic does not grow with the number of workers.
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
     ``compress_ratio``: the share of elements to send, in (0, 1].
-    It relies on similar residuals on all workers; the paper low-pass filters them for that purpose. The
-    paper searches the largest in chunks; here the search covers the whole tensor.
+    The method relies on residuals that are similar on all workers; for that purpose the paper low-pass filters them, as
+    does memory "lowpass", the default. The paper searches for the largest elements in chunks, here the search covers
+    the whole tensor.
     Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
     NeurIPS 2020, arXiv:2104.11125, section 2.
     """

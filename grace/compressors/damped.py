@@ -1,4 +1,4 @@
-"""Any unbiased method as a contraction."""
+"""Turns any unbiased method into a contraction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Damped(Compressor):
 
     Payload: as the method's.
     ``method``: an unbiased method of known variance, such as "qsgd", "wangni" or "randomk" with ``unbiased_scale``. Its
-    keys are keys of this one.
+    keys are also keys of this compressor.
     Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410, on scaling.
     """
@@ -38,7 +38,7 @@ class Damped(Compressor):
         return replace(self.method.traits, unbiased=False, sends_exact_values=False, memory="residual")
 
     def factor(self, n: int) -> float:
-        """1 / (1 + w) for n elements; of whole blocks, so that it is the same for parts of a tensor."""
+        """1 / (1 + w) for n elements; a blockwise method's w is that of a whole block, also for parts of a tensor."""
         return 1 / (1 + (self.method.variance(self.traits.block_size or n) or 0.0))
 
     def applies(self, ctx: Context) -> bool:

@@ -21,9 +21,10 @@ class DeMo(Compressor):
 
     Payload: values float32[m k], positions in the chunk: lower bytes uint8[m k], the bits above packed.
     ``chunk``: side of a chunk; the matrix shape[0] x rest is padded with zeros to whole chunks, and a vector has
-    chunks of one row. ``chunk_k``: coefficients per chunk, at least 1.
-    ``average``: over all "workers", or per coefficient over its "senders" as in the paper. ``sign``: True returns the
-    signs of the result, as in the paper, for an optimizer without momentum or scale.
+    chunks of one row. ``chunk_k``: number of coefficients to send per chunk, at least 1.
+    ``average``: "workers" divides each coefficient by the number of workers, "senders" by the number of workers that
+    sent it, as in the paper. ``sign``: True returns the signs of the result, as in the paper, for an optimizer without
+    momentum or scale.
     The paper compresses a momentum: memory "decoupled_momentum".
     Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
     """
@@ -48,7 +49,7 @@ class DeMo(Compressor):
         return min(self.chunk_k, size) / size
 
     def sizes(self, ctx: Context) -> tuple[int, int, int, int]:
-        """Rows and columns of the matrix, and of a chunk."""
+        """Rows and columns of the matrix, then rows and columns of a chunk."""
         a = ctx.shape[0] if len(ctx.shape) > 1 else 1
         b = ctx.size // max(a, 1)
         return a, b, max(1, min(self.chunk, a)), max(1, min(self.chunk, b))

@@ -1,4 +1,4 @@
-"""Codebooks: the nearest of a fixed table of values."""
+"""Codebooks: each element becomes the nearest value of a fixed table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def code_values(table: str) -> list[float]:
 
 
 def middles(table: str) -> list[float]:
-    """Boundaries between neighbouring entries."""
+    """Boundaries between neighbouring entries of a table: their midpoints."""
     return [(a + b) / 2 for a, b in pairwise(TABLES[table])]
 
 
@@ -53,7 +53,7 @@ class Dettmers8(Blockwise):
     """Replace each element, relative to the largest magnitude of its block, by the nearest entry of a table.
 
     Payload: codes uint8[ceil(b * n / 8)], b = 8 or 4; scales float32[m].
-    ``table``: of 8 bits "dynamic8" (dense near zero) and "linear8", of 4 bits "nf4" and "fp4". All include 0.
+    ``table``: with 8 bits "dynamic8" (dense near zero) or "linear8", with 4 bits "nf4" or "fp4". All include 0.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016, arXiv:1511.04561, section 2; for NF4
     Dettmers et al., "QLoRA", NeurIPS 2023, arXiv:2305.14314, section 3.
@@ -77,7 +77,8 @@ class Dettmers8(Blockwise):
         return code_bits(self.table)
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, and the largest element's error is at most its distance to the table's ends.
+        # No element's error exceeds the element, and the error of the largest, which is 1 or -1 relative to the scale,
+        # is at most its distance to the end of the table.
         worst = 1 - min(abs(TABLES[self.table][0]), TABLES[self.table][-1])
         return (1 - worst**2) / max(1, min(n, self.traits.block_size or n))
 

@@ -19,7 +19,7 @@ class DGC(SelectingSparsifier):
     1.3 k. Zeros are not sent. Tensors no larger than the sample send their k largest elements.
     ``compress_ratio``: the share of elements to send, in (0, 1]. The paper decreases it to 0.001 over four epochs.
     ``selector``: "sampled", or any other selector of `topk`.
-    ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
+    ``index_coding``: the coding of the positions, "int32" or "bitmap" (n bits).
     The sample is 1% of the elements, at least 100 and at least 32 / compress_ratio, drawn at random. The paper then
     corrects its threshold in a loop; here one pass counts the elements above each of 65 thresholds, and the
     threshold whose count is nearest to k is used. The paper's momentum correction, masking and clipping belong to the

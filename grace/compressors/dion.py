@@ -16,10 +16,10 @@ from grace.core.registry import register
 class Dion(Factored):
     """Return an orthonormal update of low rank, computed from all workers' momenta, in the place of the mean gradient.
 
-    For an optimizer without momentum (SGD), whose weight decay is the paper's. Two rounds, each averaged over the
+    For an optimizer without momentum (SGD), whose weight decay equals the paper's. Two rounds, each averaged over the
     workers: P = orth(M Qᵀ) and R = Pᵀ M, with M the momentum of memory "decoupled". Q becomes R with rows of unit norm,
-    and the result is P Q sqrt(fan_out / fan_in). The momenta are never averaged. If P is zero, so is the result, and Q
-    stays.
+    and the result is P Q sqrt(fan_out / fan_in). The momenta themselves are never averaged. If P is zero, the result is
+    zero and Q does not change.
     Payload: P float32[a, r], R float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
     Vectors, and tensors with (a + b) r >= a b, are averaged exactly.
     ``rank_fraction``: r = ceil(rank_fraction * min(a, b)), in (0, 1].

@@ -28,12 +28,13 @@ CENTROIDS = {  # positive levels of the best quantiser of a normal distribution 
 class Eden(Blockwise):
     """Rotate each block at random, round to the levels that suit a normal distribution, and rotate back.
 
-    Payload: codes uint8[bits * d * m / 8]; scales float32[m]; streams uint8[m], the number of each block's rotation, of
-    32. A block has d elements on the wire, filled up with zeros.
-    ``bits``: 1 (which is DRIVE) .. 4. The square of the error is 0.571, 0.133, 0.036 or 0.0096 of that of a block whose
-    elements are all of about one size; workers' errors are independent.
-    ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
-    ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else the unbiased scale.
+    Payload: codes uint8[bits * d * m / 8]; scales float32[m]; streams uint8[m], the number of each block's rotation,
+    0 .. 31. A block has d elements on the wire, padded with zeros.
+    ``bits``: 1 (which is DRIVE) .. 4. The squared error is 0.571, 0.133, 0.036 or 0.0096 of the squared norm of a block
+    whose elements are all of about one size; workers' errors are independent.
+    ``block_size``: d, a power of two; for tensors of fewer elements d is the next power of two, at least 8.
+    ``biased``: True, only for one bit, uses the scale with the smallest squared error (0.363 of the squared norm), for
+    a residual; False uses the unbiased scale.
     Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. The methods are
     unbiased for a uniform rotation. One Hadamard transform, as in the authors' code, is nearly so: if one element of a
     block outweighs all others, these are lost more often than they should be, so no variance is declared.
@@ -60,7 +61,7 @@ class Eden(Blockwise):
         )
 
     def contraction(self, n: int) -> float | None:
-        # |x - x̂|² = |x|² - |r|₁² / d, and no vector r has |r|₁ < |r|.
+        # |x - x̂|² = |x|² - |r|₁² / d for the rotated block r, whose norm is |r| = |x|; and |r|₁ >= |r| for any vector.
         return 1 / min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length())) if self.biased else None
 
     def levels(self) -> list[float]:
@@ -72,7 +73,7 @@ class Eden(Blockwise):
         return [(a + b) / 2 for a, b in pairwise(self.levels())]
 
     def divisor(self, d: int) -> float:
-        """A biased scale is the sum of magnitudes divided by this."""
+        """The divisor of the biased scale, which is the sum of the rotated magnitudes over this."""
         return CENTROIDS[self.bits][-1] * d**1.5
 
     def _signs(self, streams: Array, ctx: Context) -> Any:

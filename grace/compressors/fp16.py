@@ -15,7 +15,7 @@ class FP16(Compressor):
     """Round to IEEE half precision.
 
     Payload: float16[n]. Magnitudes above 65504 become infinite, which loss scalers see as an overflow.
-    Sums on the wire are of values already divided by the number of workers.
+    Values are divided by the number of workers before they are summed on the wire.
     """
 
     traits = Traits(family="quantisation", combine=Combine.MEAN, block_size=1, max_magnitude=6e4, memory="none")

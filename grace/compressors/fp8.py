@@ -17,7 +17,9 @@ class Format(NamedTuple):
     """The layout of an 8-bit float."""
 
     mantissa: int
+    """Number of mantissa bits."""
     bias: int
+    """Bias of the exponent."""
     top: int
     """The code of the largest finite value."""
 
@@ -29,7 +31,7 @@ class Format(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Exponent of the spacing between subnormal numbers, and between the smallest normal ones."""
+        """Exponent (base 2) of the spacing of subnormal numbers, which is also that of the smallest normal numbers."""
         return 1 - self.bias - self.mantissa
 
     @property

@@ -1,4 +1,4 @@
-"""Powers of any base: general biased rounding."""
+"""General biased rounding, to the powers of any base."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.ops.validate import fitting
 SMALLEST = 2.0**-126
 """The smallest normal float32; smaller magnitudes become zero."""
 POWERS = 127
-"""Number of powers in a block."""
+"""Number of powers that the codes of one block can express."""
 
 
 @register("geometric")
@@ -24,8 +24,8 @@ POWERS = 127
 class Geometric(Blockwise):
     """Round each element to the nearest power of a base, with its sign, or to zero.
 
-    Payload: codes uint8[n], sign in the top bit, then 7 bits for the power, 0 for zero; top int32[m], the exponent of
-    code 127 in each block: the power of its largest element.
+    Payload: codes uint8[n], sign in the top bit, then 7 bits for the power, 0 for zero; top int32[m], the exponent that
+    code 127 stands for in each block, which is that of its largest element.
     ``beta``: the base, 1.1 .. 16. No error exceeds (beta - 1) / (beta + 1) times its element; only elements more than
     126 powers below the largest of their block become zero.
     ``block_size``: elements that share a top, a multiple of 8; 0: the whole tensor.
@@ -60,14 +60,14 @@ class Geometric(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, block = ctx.xp, ctx.size, self.block_size or None
         low, powers = self.powers
-        # Place 0: zero; place i: the power low + i - 1.
+        # Place 0 is zero; place i is the power with exponent low + i - 1.
         bounds = [SMALLEST, *((a + b) / 2 for a, b in pairwise(powers))]
         size = xp.where(xp.isfinite(x), xp.abs(x), 0.0)
         places = blocks.rows(xp, xp.searchsorted(xp.asarray(bounds, "float32"), size), block)
         top = xp.max(places, 1)
         codes = xp.where(places > 0, xp.maximum(places - xp.reshape(top, (-1, 1)) + POWERS, 0), 0)
         codes = xp.bitwise_or(blocks.flat(xp, codes, n), xp.cast(x < 0, "int32") * 128)
-        # A place beyond all marks a block with a non-finite element.
+        # A top beyond the last place marks a block with a non-finite element.
         bad = xp.max(blocks.rows(xp, xp.cast(xp.invert(xp.isfinite(x)), "int32"), block), 1)
         top = xp.where(bad > 0, xp.full(blocks.block_count(n, block), len(bounds) + 1, "int32"), top)
         return (xp.cast(codes, "uint8"), top + (low - 1)), state

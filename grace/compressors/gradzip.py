@@ -21,7 +21,7 @@ class GradZip(WarmStarted):
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
     vectors.
-    ``ridge``: c, relative to the mean square of a direction, > 0.
+    ``ridge``: c relative to the mean squared norm of the rows of Q (of the columns of P), positive.
     Cho et al., "GradZip", NeurIPS 2019 workshop on systems for machine learning; the ridge form is ours.
     """
 
@@ -38,7 +38,7 @@ class GradZip(WarmStarted):
     def agree(
         self, x: Array, state: State, ctx: Context, residual: Array | None = None
     ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, if given: x becomes the sum."""
+        """`compress` of x, or of x + ``residual``, if given; the sum overwrites x."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))

@@ -19,7 +19,7 @@ class GTopK(AgreedSparsifier):
     """Use the k largest elements of the sum of all workers' top k: the mean has k elements for any number of workers.
 
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers; and this worker's
-    own positions int32[k]. Sent elements that are not in the mean return to the worker's residual.
+    own positions int32[k]. Elements that a worker sent, but that are not in the mean, stay in its residual.
     ``compress_ratio``: the share of elements to send and to use, in (0, 1].
     The paper merges pairs of workers in a tree and drops elements on the way; here all contributions are gathered and
     merged at once, so no element of the result is lost. Each worker therefore receives N k elements, as with "topk",

@@ -18,8 +18,9 @@ from grace.ops.validate import matching
 class Inceptionn(Compressor):
     """Send 32, 16, 8 or 0 bits of each element, depending on its exponent; all but the 32-bit ones are truncated.
 
-    Payload: tags uint8[ceil(n/4)], 3 .. 0 for 32 .. 0 bits; magnitudes from 1: float32[n3]; sign and 15 bits:
-    uint8[2 * n2], little-endian; sign and 7 bits: uint8[n1].
+    Payload: tags uint8[ceil(n/4)], 3 .. 0 for 32 .. 0 bits; float32[n3], the elements with tag 3, of magnitude 1 and
+    more; uint8[2 * n2], those with tag 2 as sign and 15 bits, little-endian; uint8[n1], those with tag 1 as sign and 7
+    bits.
     ``error_bound``: an upper bound of the error, rounded up to a power of two, 2**-14 .. 2**-1; smaller elements
     become zero. It is absolute: scale gradients to about 1. GRACE's first release used 2e-10, which is read as 2**-10.
     Li et al., "A Network-Centric Hardware/Algorithm Co-Design to Accelerate Distributed Training of Deep Neural

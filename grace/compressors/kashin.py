@@ -19,16 +19,16 @@ from grace.ops.validate import fitting
 @register("kashin")
 @dataclass(frozen=True)
 class Kashin(Blockwise):
-    """Write each block as a sum of more vectors than it has elements, and round the small coefficients at random.
+    """Write each block as a sum of more vectors than it has elements, and round their small coefficients at random.
 
-    The vectors are the columns of U: n random rows of a d x d Hadamard matrix, with random signs, divided by sqrt(d),
-    and equal on all workers. Clipping finds coefficients a with U a = x, none of which is large, so that few bits
-    suffice. The error is E|x - x̂|² = n / d times the sum of the codes' variances.
+    The vectors are the columns of U: n random rows of a d x d Hadamard matrix, with random signs, divided by sqrt(d).
+    U is equal on all workers. Clipping finds coefficients a with U a = x, none of which is large, so that few bits
+    suffice. The error E|x - x̂|² is n / d times the sum of the rounded coefficients' variances.
     Payload: codes uint8[bits * d * m / 8]; scales float32[m], the largest coefficient of each block.
     ``bits``: 1 .. 8; coefficients are rounded to one of 2**bits levels between minus the largest and the largest.
-    ``block_size``: n, a multiple of 8; smaller tensors have the next power of two, at least 8.
-    ``redundancy``: d is the next power of two from this times n, at least 1.
-    ``iterations``: passes of the clipping; the last one clips nothing. 1: the random rotation alone.
+    ``block_size``: n, a multiple of 8; for smaller tensors n is the next power of two, at least 8.
+    ``redundancy``: 1 .. 64; d is the smallest power of two that is at least this times n.
+    ``iterations``: number of passes of the clipping, of which the last one clips nothing. 1: the random rotation alone.
     ``delta``: positive; the first pass clips at the norm of x over sqrt(delta * d).
     ``eta``: the factor by which each pass lowers the threshold, in (0, 1).
     Departures from the paper: rows have random signs, and a block whose largest coefficient is smaller before the
@@ -100,7 +100,7 @@ class Kashin(Blockwise):
         a = self.represent(xp, rows, mask)
         scale = xp.max(xp.abs(a), 1)
         steps = xp.reshape((a / blocks.divisor(xp, scale) + 1.0) * (self.top / 2), (-1,))
-        wide = replace(ctx, offset=ctx.offset // n * d)  # the codes' own positions
+        wide = replace(ctx, offset=ctx.offset // n * d)  # a chunk's position among the codes
         codes = xp.minimum(wide.rng("round").rounded(steps, xp.shape(rows)[0] * d), float(self.top))
         return (pack(xp, self.bits, xp.cast(codes, "int32")), scale * largest), state
 

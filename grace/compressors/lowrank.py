@@ -12,12 +12,12 @@ from grace.core.rng import NOISE, Rng
 from grace.ops.validate import fitting
 
 STRIDE = 7919
-"""Offset between two steps in the table of spare directions."""
+"""Distance between the positions, in the table of spare directions, at which two successive steps begin."""
 
 
 @cache
 def cut(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a shape's matrix, whose sum is smallest."""
+    """Rows and columns of the matrix into which a shape is cut: those with the smallest sum."""
     size = math.prod(shape)
     rows = (math.prod(shape[:axis]) for axis in range(1, len(shape)))
     a = min(rows, key=lambda a: a + size // max(a, 1), default=1)
@@ -27,8 +27,8 @@ def cut(shape: tuple[int, ...]) -> tuple[int, int]:
 class Factored(Compressor):
     """Treats a tensor as a matrix and sends its factors.
 
-    The shape is cut into rows and columns so that their sum is smallest: shape[0] x rest for PyTorch's convolutions,
-    and also right for Keras's, whose output channels come last.
+    The shape is cut into rows and columns so that their sum is smallest: for PyTorch's convolutions that is shape[0] x
+    rest, and it also suits Keras's convolutions, whose output channels come last.
     """
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Factored(Compressor):
         return ctx.xp.reshape(ctx.shared_rng(label).normal(r * count), (r, count))
 
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
-        """Directions at unit scale; a zero direction, which would stay zero forever, is replaced by a random one."""
+        """The rows at unit scale; a random row replaces each zero row, which would stay zero forever."""
         scaled, alive = ctx.xp.linalg.unit_rows(rows)
         return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
 

@@ -21,7 +21,7 @@ def _levels(s: int, base: float) -> list[float]:
 
 
 def _values(s: int, base: float = 2.0) -> list[float]:
-    # The values of the codes of s levels, the sign in the top bit.
+    # The value of each code, for s levels, with the sign in the top bit of the code.
     levels = _levels(s, base)
     levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # unused codes
     return [*levels, *(-level for level in levels)]
@@ -32,8 +32,8 @@ def _values(s: int, base: float = 2.0) -> list[float]:
 class NaturalDithering(Blockwise):
     """Round magnitudes, relative to the block's largest, at random to 0, base**(1-s), ..., 1/base or 1: unbiased.
 
-    Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of s, the level's number and the sign in the top bit; scales
-    float32[m].
+    Payload: codes uint8[ceil(b * n / 8)], each the number of a level, with the sign in the top bit; b = 1 + bits of s;
+    scales float32[m].
     ``s``: number of non-zero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
     ``base``: 1.1 .. 16; base**(s-1) must not exceed 2**126. Only base 2 has native kernels.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.

@@ -15,8 +15,8 @@ class NoCompression(Compressor):
     """Send the gradient uncompressed.
 
     Payload: float16, bfloat16, float32 or float64[n], the gradient's own dtype; at most float32 with a policy, or with
-    a memory that changes the gradient. 16-bit sums on the wire are of values already divided by the number of workers;
-    gathered values are summed in float32.
+    a memory that changes the gradient. 16-bit values are divided by the number of workers before they are summed on the
+    wire; gathered values are summed in float32.
     """
 
     traits = Traits(

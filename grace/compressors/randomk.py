@@ -17,11 +17,12 @@ from grace.core.registry import register
 class RandomK(Sparsifier, Selector):
     """Send the elements at random positions, which all workers draw alike, so that no position travels.
 
-    Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
+    Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. It is linear in the gradient, so values can
+    be averaged on the wire.
     ``compress_ratio``: the share of elements to send, in (0, 1].
     ``unbiased_scale``: divide by the probability k / n, which makes the expectation x (then use memory "none").
-    ``mode``: "fixed", or "bernoulli": each element is sent independently, with probability compress_ratio.
-    At least one is sent. k varies from step to step, but is the same on all workers.
+    ``mode``: "fixed", or "bernoulli", which sends each element independently with probability compress_ratio, but at
+    least one element; then k varies from step to step, but is the same on all workers.
     Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2; for Bernoulli
     draws Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410.
@@ -52,7 +53,7 @@ class RandomK(Sparsifier, Selector):
         """Probability with which an element is sent."""
         if self.mode == "fixed":
             return kept(self.compress_ratio, n) / n
-        # One of equal chance where none would be.
+        # If no element would be drawn, one is sent; each has the same chance to be this one.
         return self.compress_ratio + (1 - self.compress_ratio) ** n / n
 
     def contraction(self, n: int) -> float | None:
@@ -78,7 +79,7 @@ class RandomK(Sparsifier, Selector):
             return stream.sample(n, kept(self.compress_ratio, n))
         if n == 0:
             return xp.zeros(0, "int32")
-        reverse = xp.bitwise_xor(stream.bits(n), 0x7FFFFFFF)  # the largest for the smallest unsigned word
+        reverse = xp.bitwise_xor(stream.bits(n), 0x7FFFFFFF)  # the smallest unsigned word becomes the largest number
         bound = 2**31 - max(1, math.floor(self.compress_ratio * 2**32))
         return xp.nonzero((reverse >= bound) | (reverse >= xp.max(reverse)))
 

@@ -15,12 +15,12 @@ from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier, beyo
 from grace.core import Array, Context, State, Traits
 
 CHUNK = 4096
-"""Elements per chunk, of which the largest are selected."""
+"""Number of elements per chunk for selector "chunk", unless n / k is larger."""
 STEP, STEPS = 1.03, 32
-"""Candidate thresholds around the sample's estimate: factors 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
+"""Candidate thresholds are the sample's estimate times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
 FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
 MISS = [1e-3 * (len(FACTORS) - j) for j in range(len(FACTORS))]
-"""Tie-breaking penalties on the distance to k: of equal distances, the highest threshold wins."""
+"""Penalty of each candidate on its count's distance to k: of equal distances, the highest threshold wins."""
 SMALL = 100
 """Up to this size a tensor is too small for estimates: the largest elements are selected exactly."""
 
@@ -36,12 +36,12 @@ class Largest(Selector):
 
     @abstractmethod
     def select(self, x: Array, k: int, ctx: Context) -> Array:
-        """float32[n] -> int32[K], without a state."""
+        """float32[n] -> int32[K], the selected positions, ascending."""
 
 
 @dataclass(frozen=True)
 class Exact(Largest):
-    """The k largest; among ties, the first."""
+    """Selects the k largest elements; among ties, the first ones."""
 
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
@@ -55,7 +55,7 @@ class Exact(Largest):
 
 @dataclass(frozen=True)
 class Chunk(Largest):
-    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if that is larger."""
+    """Selects the largest elements of each chunk, k in all. A chunk has 4096 elements, or n / k if that is larger."""
 
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
@@ -88,10 +88,10 @@ class Chunk(Largest):
 
 @dataclass(frozen=True)
 class Sampled(Largest):
-    """Elements above a threshold estimated from a sample (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
+    """Selects elements above a threshold estimated from a sample (`grace.compressors.dgc`): at most 1.3 k, no zeros."""
 
     likely: ClassVar[int] = STEPS - 12
-    """The candidate, 0.70 times the sample's, that usually lets slightly more than 1.3 k elements through."""
+    """Index of a candidate, 0.70 times the sample's estimate, that usually slightly more than 1.3 k elements exceed."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
@@ -102,7 +102,8 @@ class Sampled(Largest):
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
         candidates = self._threshold(x, sample, ctx) * xp.asarray(FACTORS, "float32")
-        # on a host checking costs no wait, and often a higher candidate lets enough elements through
+        # On a host, reading ``enough`` costs no wait. Often enough elements exceed the likely candidate, so that fewer
+        # need to be examined than with the lowest one.
         if xp.piece and self.likely:
             found, enough = self._above(xp, x, candidates, self.likely, k)
             if enough:
@@ -139,8 +140,9 @@ class Sampled(Largest):
         # The count nearest to k, after capping counts at the maximum to send; of ties, the highest threshold.
         miss = xp.abs(xp.minimum(above, float(most)) - float(k))
         best = xp.topk(-(miss + xp.asarray(MISS, "float32")), 1)
-        # If there are too many, take the largest, and fill up with those between this candidate and the next.
-        # If at least that many exceed the first candidate examined, all candidates below it are equivalent.
+        # If more than ``most`` elements exceed the best candidate, take those above the next one, and fill up with the
+        # first of those in between. If at least ``most`` exceed the first candidate examined, lower candidates give the
+        # same result.
         enough = (above[start : start + 1] >= most) & (best >= start)
         return first(xp, below > best + 1, below == best + 1, most), enough
 
@@ -152,7 +154,7 @@ def _magnitudes(xp: Any, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class Thresholded(Largest):
-    """Elements above a threshold found by counting; the largest element if there are none."""
+    """Selects elements above a threshold found by counting; the largest element if none exceeds it."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         if k == ctx.size or ctx.size <= SMALL:
@@ -161,16 +163,16 @@ class Thresholded(Largest):
 
     @abstractmethod
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
-        """float32[1], for more than `SMALL` elements."""
+        """float32[1]: the threshold for x, which has more than `SMALL` elements."""
 
     def above(self, x: Array, threshold: Array, xp: Any) -> Array:
-        """float64[1]: the number of magnitudes above it."""
+        """float64[1]: the number of magnitudes in x above a threshold."""
         return xp.excess(x, threshold)[:1]
 
 
 @dataclass(frozen=True)
 class Gaussian(Thresholded):
-    """A normal law's quantile, multiplied by 0.5 or 1.5 up to three times until 2k/3 to 4k/3 elements exceed it.
+    """Takes a normal distribution's quantile, times 0.5 or 1.5 up to three times until 2k/3 to 4k/3 elements exceed it.
 
     Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning" (GaussianK-SGD), 2019,
     arXiv:1911.08772.
@@ -195,7 +197,7 @@ class Gaussian(Thresholded):
 
 @dataclass(frozen=True)
 class Ranged(Thresholded):
-    """Searches a threshold between the mean and the largest magnitude."""
+    """Searches for a threshold between the mean magnitude and the largest one."""
 
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
         mean = xp.excess(x, xp.zeros(1))[1:2] / float(xp.shape(x)[0])
@@ -204,12 +206,12 @@ class Ranged(Thresholded):
 
     @abstractmethod
     def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
-        """float32[1]; ``at`` maps a fraction of the range from mean to largest, float64[1], to a threshold."""
+        """float32[1]: the threshold. ``at`` maps a fraction of the range from mean to largest, float64[1], to one."""
 
 
 @dataclass(frozen=True)
 class Bisect(Ranged):
-    """Halves the range until it is at most 0.2 wide or k to 2 k elements are selected: three thresholds.
+    """Halves the range until a fifth of it is left or k to 2 k elements are selected: at most three thresholds.
 
     Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training
     System", JPDC 2019, arXiv:1808.04357: threshold binary search.

@@ -23,12 +23,13 @@ WIDE = 2**15
 class SharedInt(Blockwise):
     """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.
 
-    Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers summed; unbiased.
+    Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers are summed. The result is
+    unbiased.
     The declared variance for ``levels=0`` in int8 assumes 127 workers, each with one level.
-    Payload: sums n of ``dtype``; scales float32[m]; this worker's own integers, which stay with it.
+    Payload: n sums of ``dtype``; scales float32[m]; this worker's own n integers, which are not sent again.
     ``dtype``: "int8" or "int32".
-    ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: the largest number whose sum over
-    all workers fits int8, 127 / N; in int32 32768.
+    ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: for int8 127 / N, rounded down, so
+    that the sum over N workers fits; for int32 32768.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Xin et al., "Global-QSGD", 2023, arXiv:2305.18627, with linear levels and the largest magnitude as the norm.
     Mishchenko et al., "IntSGD", ICLR 2022, arXiv:2102.08374, derives the scale from the length of the last step
@@ -107,7 +108,7 @@ class SharedInt(Blockwise):
         return spans(ctx.xp, ctx.size, self.traits.block_size or 8)
 
     def _scales(self, scale: Array, start: int, stop: int) -> Array:
-        # The scales of a span's blocks.
+        # The scales of the blocks that elements ``start .. stop`` belong to.
         return (
             scale
             if self.traits.block_size is None
@@ -121,14 +122,14 @@ class SharedInt(Blockwise):
         return xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
 
     def decoded(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
-        """The mean of all workers' sums, span by span: start, end, and values."""
+        """Decode the sums of ``workers`` workers to their mean, chunk by chunk: yields (start, stop, values)."""
         self.checked(total, scale, ctx)
         for start, stop in self._spans(ctx):
             here = ctx.piece(start, stop - start)
             yield start, stop, self._values(total[start:stop], self._scales(scale, start, stop), workers, here)
 
     def checked(self, total: Array, scale: Array, ctx: Context) -> tuple[Array, Array]:
-        """Sums and scales; ValueError for other dtypes or lengths."""
+        """Return sums and scales; ValueError for wrong dtypes or lengths."""
         scale = fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.traits.block_size), "scales")
         return fitting(ctx.xp, total, self.dtype, ctx.size, "sums"), scale
 

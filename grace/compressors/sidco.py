@@ -12,22 +12,23 @@ from grace.core.registry import register
 from grace.ops import distributions as tails
 
 LEAST, FEWEST = 4096, 32
-"""Below this many elements, or wanted elements, moments are unreliable: the largest are selected exactly."""
+"""Below LEAST elements, or FEWEST wanted ones, moments are unreliable: the largest elements are selected exactly."""
 FRESH, FORGET = 0.5, 0.9
-"""Weight of a window's error in the running mean of its number of stages, and the decay of all errors after it."""
+"""FRESH: the weight of a window's error in the running mean for its number of stages. FORGET: the factor by which all
+errors decay after each window."""
 
 
 @register("sidco")
 @dataclass(frozen=True)
 class SIDCo(Sparsifier, Selector):
-    """Send approximately the largest elements: those above a threshold from a law fitted to all magnitudes.
+    """Send approximately the largest elements: those above a threshold from a distribution fitted to all magnitudes.
 
     Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
-    Tensors of fewer than 4096 elements, or with fewer than 32 wanted ones, send the k largest.
-    State: stages int32[1], their number; sum float32[1] and count int32[1] of the ratios K / k in this window; errors
-    float32[m], for each number of stages, -1 if untried. None with a fixed number of stages, or if the k largest are
-    sent. ``compress_ratio``: the share of elements to send, in (0, 1].
-    ``sid``: the law of magnitudes, "e": exponential, "gp": gamma, then generalised Pareto after the first stage,
+    Of tensors with fewer than 4096 elements, or fewer than 32 wanted ones, the k largest elements are sent.
+    State: stages int32[1], the number of stages; sum float32[1] and count int32[1] of the ratios K / k in this window;
+    errors, one float32 for each possible number of stages, -1 if untried. None with a fixed number of stages, or if the
+    k largest are sent. ``compress_ratio``: the share of elements to send, in (0, 1].
+    ``sid``: the distribution of magnitudes; "e": exponential; "gp": gamma in the first stage, then generalised Pareto;
     "p": generalised Pareto.
     ``stage_rule``: "robust": changes the number of stages unless the new one is known to be worse; "paper": adds one
     if too few elements are selected, removes one if too many are.
@@ -36,13 +37,13 @@ class SIDCo(Sparsifier, Selector):
     ``eps``: tolerated mean deviation of K / k from 1.
     ``delta1``: the share that passes the first of several stages, in (0, 1).
     ``max_stages``: maximum number of stages; 0: ceil(log2(1 / compress_ratio)).
-    ``closed_form``: use the paper's formula for the gamma law's threshold, which is too high, instead of its true
-    quantile.
+    ``closed_form``: use the paper's formula for the threshold of the gamma distribution, which is too high, instead of
+    the true quantile.
     ``cap_factor``: if K exceeds this many times k, send only the k largest of these; 0: no cap.
-    ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
-    Each stage fits the law to the elements above the previous threshold, from their number, sum and sum of squares, so
-    nothing is sorted or gathered. The paper's rule stays at one stage even if that lets too many through, as with
-    heavy-tailed gradients; the default rule is ours.
+    ``index_coding``: the coding of the positions, "int32" or "bitmap" (n bits).
+    Each stage fits the distribution to the elements above the previous threshold, from their number, sum and sum of
+    squares, so no elements are sorted or collected. The paper's rule stays at one stage even if that lets too many
+    elements through, as with heavy-tailed gradients; the default rule is ours.
     Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
     Distributed Training Systems", MLSys 2021, arXiv:2101.10761, algorithm 1.
     """
@@ -132,7 +133,7 @@ class SIDCo(Sparsifier, Selector):
 
     # -- the threshold ----------------------------------------------------------------------------------------------
     def threshold(self, xp: Any, x: Array, stages: Array, whole: Array | None = None) -> Array:
-        """float32[1], from one pass over x for each of int32[1] ``stages``, plus one for "gp".
+        """float32[1]: the threshold after ``stages`` int32[1], with one pass over x for each stage, plus one for "gp".
 
         ``whole``: ``xp.excess`` of x and 0, if known; saves a pass.
         """
@@ -155,7 +156,7 @@ class SIDCo(Sparsifier, Selector):
         return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
 
     def share(self, xp: Any, stage: Array, stages: Array) -> Array:
-        """float64[1]: the logarithm of the share that a stage lets through. The logarithms add up over stages."""
+        """float64[1]: the logarithm of the share that ``stage`` lets through, of ``stages`` stages in all."""
         whole = math.log(self.compress_ratio)
         begin = whole if self.compress_ratio >= self.delta1 else math.log(self.delta1)
         later = (whole - begin) / xp.cast(xp.maximum(stages - 1, 1), "float64")
@@ -181,7 +182,7 @@ class SIDCo(Sparsifier, Selector):
         return total / float(n)
 
     def _capped(self, xp: Any, x: Array, found: Array, many: Array, k: int) -> Array:
-        # If there are more than cap_factor * k, the k largest; among ties, the first.
+        # ``found``, or if these positions are more than cap_factor * k, those of the k largest; among ties, the first.
         values = xp.take(x, found)
         size = xp.where(xp.isfinite(values), xp.abs(values), LARGEST)
         room = xp.where(many > math.ceil(self.cap_factor * k), xp.full(1, k, "int64"), many)
@@ -212,7 +213,7 @@ class SIDCo(Sparsifier, Selector):
         errors = xp.where(errors < 0, errors, FORGET * errors)
         mine = xp.sum(xp.where(numbers == stages, errors, 0.0))
 
-        def better(other: Array) -> Array:  # unknown errors are -1
+        def better(other: Array) -> Array:  # an untried number, whose error is -1, counts as better
             known = xp.sum(xp.where(numbers == other, errors, 0.0))
             return (other >= 1) & (other <= self.most) & (known < mine)
 

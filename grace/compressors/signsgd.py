@@ -12,7 +12,7 @@ from grace.core.registry import register
 from grace.ops.blocks import block_count, rows
 from grace.ops.validate import fitting
 
-CHECKED = 8192  # elements that share one flag byte: 0.1% on top of one bit each
+CHECKED = 8192  # number of elements that share a flag byte, which adds 0.1% to the one bit per element
 
 
 @register("signsgd")
@@ -22,7 +22,7 @@ class SignSGD(Compressor):
 
     Payload: bits uint8[ceil(n/8)], 1 where x >= 0, and uint8[ceil(n/8192)], which flags blocks that hold NaN or
     infinity. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
-    ``packed``: if False, votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to 127
+    ``packed``: False sends votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to 127
     workers.
     Bernstein et al., "signSGD with majority vote", ICLR 2019, arXiv:1810.05291, algorithm 1.
     """
@@ -64,7 +64,7 @@ class SignSGD(Compressor):
 
 
 def _majority(xp: Any, total: Array) -> Array:
-    # Decide by the sum or mean of the votes. total - total is 0, or NaN if a worker's block was not finite.
+    # ``total``: the sum or the mean of the votes. total - total is 0, or NaN if a worker's block was not finite.
     return xp.cast(total >= 0, "float32") * 2.0 - 1.0 + (total - total)
 
 

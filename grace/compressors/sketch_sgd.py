@@ -13,7 +13,8 @@ from grace.core.registry import register
 from grace.ops import blocks
 
 GROUP = 256
-"""Neighbours that are hashed together, if the table has as many columns: one vectorised addition."""
+"""Number of neighbours that are hashed together, or the number of columns if that is smaller: a group is added to the
+table in one vectorised addition."""
 
 
 @register("sketch_sgd", "countsketch")
@@ -25,10 +26,11 @@ class SketchSGD(AgreedSparsifier):
     then the values float32[candidates * k] of the elements that it estimates to be the largest, of which the k largest
     are used.
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
-    ``compress_ratio``: the share of elements to use, in (0, 1]. ``rows``: of the table, an odd number; an estimate is
-    the median over them. ``columns``: a power of two; 0: the smallest one that is at least 10 k. ``candidates``: send
-    this many times k elements exactly; at least 1.
-    The table has 4 rows * columns bytes: with its defaults it is no smaller than the gradient for ratios above 0.01.
+    ``compress_ratio``: the share of elements to use, in (0, 1]. ``rows``: rows of the table, an odd number; an estimate
+    is the median over the rows. ``columns``: columns of the table, a power of two; 0: the smallest one that is at least
+    10 k. ``candidates``: send this many times k elements exactly; at least 1.
+    The table has 4 rows * columns bytes: with the defaults it is no smaller than the gradient for ratios from 0.02 on,
+    and for some tensor sizes from 0.01 on.
     Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, arXiv:1903.04488, algorithm 2.
     """
 
@@ -53,12 +55,12 @@ class SketchSGD(AgreedSparsifier):
     def hashes(self, ctx: Context) -> list[Array]:
         """int32[group + groups] for each row: random words, equal on all workers.
 
-        The table is hashed by groups of neighbours, of which no two share a column: the low bits of a group's word are
+        Elements are hashed in groups of neighbours, of which no two share a column: the low bits of a group's word are
         the column of its first element, and the others follow, modulo the number of columns. An element's sign is the
-        product of two: the top bits of its group's word and of the word of its place in the group. So any two elements
-        of different groups collide with probability 1 / columns and have independent signs, and at most one element of
-        a group collides with a given element: everything that the variance of an estimate depends on is the same as if
-        each element were hashed.
+        product of two signs: the top bits of its group's word and of the word of its place in the group. So any two
+        elements of different groups collide with probability 1 / columns and have independent signs, and at most one
+        element of a group collides with a given element: everything that the variance of an estimate depends on is the
+        same as if each element were hashed separately.
         """
         group = self.group(ctx.size)
         count = group + blocks.block_count(ctx.size, group)
@@ -69,7 +71,7 @@ class SketchSGD(AgreedSparsifier):
         return min(GROUP, self.width(n))
 
     def _places(self, word: Array, ctx: Context) -> tuple[Array, Array]:
-        # For all elements, in one row: columns int32[n], and whether the sign is negative.
+        # For all elements, in one row of the table: columns int32[n], and bool[n], whether the sign is negative.
         xp, width, group = ctx.xp, self.width(ctx.size), self.group(ctx.size)
         place, own = xp.arange(group), xp.reshape(word[group:], (-1, 1))
         columns = xp.bitwise_and(xp.bitwise_and(own, width - 1) + place, width - 1)
@@ -77,7 +79,7 @@ class SketchSGD(AgreedSparsifier):
         return xp.reshape(columns, (-1,))[: ctx.size], xp.reshape(negative, (-1,))[: ctx.size]
 
     def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[rows * columns]: for each row and column, the sum of its elements with random signs."""
+        """float32[rows * columns]: the table; an entry is the sum of the elements hashed to it, with random signs."""
         xp, width, table = ctx.xp, self.width(ctx.size), []
         for word in hashes:
             columns, negative = self._places(word, ctx)
@@ -107,7 +109,7 @@ class SketchSGD(AgreedSparsifier):
     def agree(
         self, x: Array, sums: Array, estimate: Callable[[Array], Array], state: State, ctx: Context
     ) -> Program[tuple[Payload, State]]:
-        """`compress`, given this worker's `sketch` and the function that returns the mean's `estimate`."""
+        """`compress`, given this worker's `sketch`, ``sums``, and a function from the mean table to its `estimate`."""
         xp, k = ctx.xp, self.count(ctx.size)
         sound = xp.finite(sums)  # the sketch is finite only if x is: it sums all elements
         (table,) = yield Reduce((sums,), "mean")

@@ -41,7 +41,7 @@ class Placed(Scattered):
 
     @abstractmethod
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] values and int32[K] positions; that positions ascend is checked later."""
+        """Values float32[K] and positions int32[K] of a payload; whether positions ascend is checked later."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
@@ -55,11 +55,11 @@ class Selector(ABC):
     """Chooses elements of large magnitude, and all non-finite ones, so that every worker sees them."""
 
     def count(self, n: int) -> int | None:
-        """Number of elements chosen of n; None if it depends on their values."""
+        """Number of elements that are chosen of n; None if it depends on their values."""
         return None
 
     def contraction(self, n: int) -> float | None:
-        """As a compressor's."""
+        """As `Compressor.contraction`."""
         return None
 
     def init(self, ctx: Context) -> State:
@@ -112,11 +112,11 @@ class Elements:
         return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """Values float32[K] and positions int32[K] of a payload; that positions ascend is checked later."""
+        """Values float32[K] and positions int32[K] of a payload; whether positions ascend is checked later."""
         return self.matched(payload[0], self.read(payload[1:], ctx), ctx)
 
     def matched(self, values: Array, positions: Array, ctx: Context) -> tuple[Array, Array]:
-        """The arguments; ValueError for wrong numbers of elements or dtypes."""
+        """Return values and positions; ValueError for wrong numbers of elements or dtypes."""
         xp, k = ctx.xp, self.count(ctx.size)
         if k is not None:
             positions = fitting(xp, positions, "int32", k, "positions")
@@ -160,18 +160,18 @@ def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
 
 
 def poisoned(xp: Any, values: Array, x: Array) -> Array:
-    """The values, or NaN if any element of x is not finite: every worker must see that, sent or not."""
+    """The values, or NaN if any element of x is not finite, sent or not: every worker must see that."""
     return xp.where(xp.finite(x), values, float("nan"))
 
 
 def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
-    """bool[n]: all that are ``above``, then the first of the ``band`` until there are ``count``."""
+    """bool[n]: True for all elements of ``above``, and for the first ones of ``band`` until there are ``count``."""
     room = count - xp.sum(xp.cast(above, "int32"))
     return above | (band & (xp.cumsum(xp.cast(band, "int32")) <= room))
 
 
 def beyond(xp: Any, x: Array, threshold: Array) -> Array:
-    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if nowhere, the largest element's.
+    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if none, the largest element's.
 
     Non-finite elements exceed any threshold, so that every worker sees them.
     """
@@ -183,7 +183,7 @@ def beyond(xp: Any, x: Array, threshold: Array) -> Array:
 
 
 def signed(xp: Any, positions: Array, negative: Array) -> Array:
-    """int32 positions with a sign: -1 - position where ``negative``."""
+    """int32[K]: positions that also carry a sign: -1 - position where ``negative``."""
     return xp.where(negative, -1 - positions, positions)
 
 
@@ -194,7 +194,7 @@ def unsigned(xp: Any, sent: Array) -> tuple[Array, Array]:
 
 
 def kept(ratio: float, n: int) -> int:
-    """Number of elements that a ratio keeps of ``n``: floor(ratio * n), but at least one if there are any."""
+    """Number of elements to keep of ``n``: floor(ratio * n), but at least one if there are any."""
     return min(n, max(1, math.floor(ratio * n)))
 
 

@@ -20,14 +20,14 @@ CUT = NormalDist().inv_cdf(1 - 1 / 64)  # 1 in 32 standard normal numbers exceed
 @register("thc")
 @dataclass(frozen=True)
 class THC(Blockwise):
-    """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
+    """Rotate each block at random, alike on all workers, round at random to equally spaced levels, sum on the wire.
 
     Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
-    byte each while N * (2**bits - 1) <= 255, in two while it is below 32,768, else in four. A block has d elements on
-    the wire, padded with zeros.
-    Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
-    ``bits``: there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped. 2 .. 8.
-    ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
+    byte each if N * (2**bits - 1) <= 255, in two if this is below 32,768, else in four. A block has d elements on the
+    wire, padded with zeros.
+    Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which are not sent again.
+    ``bits``: 2 .. 8; there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped.
+    ``block_size``: d, a power of two; for tensors of fewer elements d is the next power of two, at least 8.
     Li et al., "THC", NSDI 2024, arXiv:2302.08545, with its uniform table: the paper also fits tables to the
     normal distribution, and looks codes up in the switch or server, so that only ``bits`` travel.
     """
@@ -67,7 +67,7 @@ class THC(Blockwise):
     def codes(self, x: Array, norm: Array, ctx: Context) -> Array:
         """This worker's codes, given the largest norms over all workers."""
         xp, d, dtype, factor = ctx.xp, width_of(ctx, self.block_size), self.dtype(ctx), self.top / (2 * CUT)
-        # Variance 1 for the worker with the largest norm.
+        # On the worker with the largest norm these have variance 1, on others less.
         normal = hadamard(xp, blocks.rows(xp, x, d) / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * factor
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
@@ -97,7 +97,7 @@ class THC(Blockwise):
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(m * d), ctx.xp.zeros(m, "uint8"), d)
 
     def checked(self, total: Array, norm: Array, ctx: Context) -> tuple[Array, Array]:
-        """Sums and norms; ValueError for other dtypes or lengths."""
+        """Return sums and norms; ValueError for wrong dtypes or lengths."""
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         m = blocks.block_count(ctx.size, d)
         norm = fitting(xp, norm, "float32", m, "norms")

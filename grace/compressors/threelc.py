@@ -21,12 +21,12 @@ LONGEST = 14
 @register("3lc")
 @dataclass(frozen=True)
 class ThreeLC(Blockwise):
-    """Round to -s, 0 or s, s the largest magnitude times ``sparsity``, and run-length encode zeros.
+    """Round to -s, 0 or s, with s the largest magnitude times ``sparsity``, and run-length encode zeros.
 
-    Payload: bytes uint8[K], five elements each or a run of up to 70 zeros; scales float32[m].
+    Payload: bytes uint8[K], each for five elements or for a run of up to 70 zeros; scales float32[m].
     ``sparsity``: 1 or more, below 2. Elements below half of s become zero: a larger s sends fewer bytes.
-    ``zero_run``: encode a run of zeros as one byte, so that K depends on the values, with one scale for the tensor;
-    if False, K = ceil(n / 5), and blocks may have their own scales.
+    ``zero_run``: True encodes a run of zeros as one byte, so that K depends on the values, with one scale for the
+    tensor; with False K = ceil(n / 5), and blocks may have their own scales.
     ``block_size``: without runs, elements that share a scale, a multiple of 40; 0: the whole tensor.
     Lim, Andersen and Kaminsky, "3LC", MLSys 2019, arXiv:1802.07389, section 3. There the first of five elements is the
     highest digit of a byte; here it is the lowest.
@@ -56,7 +56,7 @@ class ThreeLC(Blockwise):
         )
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, and the largest element's error is sparsity - 1 times it.
+        # No element's error exceeds the element, and the largest element's error is sparsity - 1 times the element.
         return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.traits.block_size or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:

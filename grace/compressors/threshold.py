@@ -13,7 +13,7 @@ from grace.core.registry import register
 
 @dataclass(frozen=True)
 class Reaching(Selector):
-    """Chooses magnitudes at or above a threshold."""
+    """Chooses the elements whose magnitude is at or above a threshold."""
 
     threshold: float
 
@@ -28,8 +28,9 @@ class Threshold(Sparsifier):
     """Send every element whose magnitude reaches a fixed threshold.
 
     Payload: values float32[K], positions int32[K], ascending; K depends on the values and may be 0.
-    ``threshold``: in units of the gradient (with error feedback: of gradient plus residual), > 0.
-    ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
+    ``threshold``: the smallest magnitude to send, positive, of the gradient (with error feedback: of gradient plus
+    residual).
+    ``index_coding``: the coding of the positions, "int32" or "bitmap" (n bits).
     Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
     """
 

@@ -19,7 +19,8 @@ class Wangni(Scattered):
     ones, as -1 - position where x < 0; float32[1], the magnitude |x / p| that all drawn ones share. On average K1 + K2
     is at most compress_ratio * n.
     ``compress_ratio``: the share of elements to send on average, in (0, 1].
-    ``iterations``: how often to raise the probabilities after some have reached 1; with fewer, fewer elements are sent.
+    ``iterations``: how often to raise the probabilities after some have reached 1; fewer iterations send fewer
+    elements.
     Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization",
     NeurIPS 2018, arXiv:1710.09854, algorithm 3.
     """
@@ -66,4 +67,4 @@ class Wangni(Scattered):
 
 
 TINY = 1e-30
-"""Lower bound of divisors."""
+"""Lower bound of divisors, to avoid division by zero."""

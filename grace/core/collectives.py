@@ -1,10 +1,10 @@
 """Collective requests, as data.
 
-A method or communicator yields one of these (or a tuple of them, to travel in one message) and is resumed with the
-result (or a tuple of results). The transports carry them out.
+A method or communicator yields a collective, or a tuple of collectives that share one message, and is resumed with the
+result, or a tuple of results. Transports carry collectives out.
 
 ``group`` names the participants: "world", all workers; "node", the workers of this machine; "cross", the workers with
-the same place on every machine. Ranks and sizes are relative to the group.
+the same local rank on every machine. Ranks and sizes are relative to the group.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Group = Literal["world", "node", "cross"]
 class Reduce:
     """Combine the workers' arrays elementwise.
 
-    Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half precision is
-    divided before it is summed, so that many workers cannot overflow it. For sums of integers, the caller must ensure
-    that world_size times the largest magnitude fits the dtype. The length of a vector may depend on the step, if it is
-    the same on all workers.
+    Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. Op "mean" is for floats; half-precision
+    arrays are divided before the sum, which would overflow with many workers. For sums of integers, the caller must
+    ensure that world_size times the largest magnitude fits the dtype. The length of a vector may change from step to
+    step, but must be equal on all workers.
     """
 
     arrays: Arrays
@@ -36,7 +36,8 @@ class Gather:
     """Collect every worker's arrays.
 
     Result: a sequence with one tuple of arrays per worker, in rank order. If ``ragged``, the first dimension may differ
-    between workers. Otherwise all shapes must agree, or match ``shapes``: each worker's shapes, known to all workers.
+    between workers. Otherwise all workers must pass the same shapes, or those in ``shapes``, which all workers know:
+    for each worker, the shapes of its arrays.
     """
 
     arrays: Arrays
@@ -47,7 +48,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Send the arrays of worker ``root`` to all workers. Result: a tuple of arrays, as ``root`` had them.
+    """Send the arrays of worker ``root`` to all workers. Result: a tuple of these arrays.
 
     The other workers pass arrays of the same dtypes; their shapes may differ only if ``ragged``.
     """
@@ -62,9 +63,10 @@ class Broadcast:
 class AllToAll:
     """Send ``parts[d]`` to worker d. Result: a sequence with the part that each worker sent to this one.
 
-    By default, all parts for one destination must have the same shapes. If ``mutual``, only the two parts that a pair
-    of workers exchange must match, so a worker may pass ``()`` for all but its neighbours. If ``ragged``, all parts for
-    one destination must have the same number of arrays, whose first dimensions may differ.
+    By default, all workers' parts for one destination must have the same shapes. If ``mutual``, only the two parts that
+    a pair of workers exchange must have the same shapes, so a worker may pass ``()`` for all but its neighbours. If
+    ``ragged``, all workers' parts for one destination must have the same number of arrays, whose first dimensions may
+    differ.
     """
 
     parts: tuple[Arrays, ...]
@@ -77,7 +79,7 @@ Collective = Reduce | Gather | Broadcast | AllToAll
 
 
 def arrays_of(collective: Collective) -> Arrays:
-    """Every array that a collective passes, in a fixed order."""
+    """All arrays that this worker passes to a collective, in a fixed order."""
     if isinstance(collective, AllToAll):
         return tuple(array for part in collective.parts for array in part)
     return collective.arrays

@@ -12,25 +12,25 @@ from grace.core.method import Method
 class Communicator(ABC):
     """Averages a gradient over all workers.
 
-    It decides where to compress: after an exact step, twice, or not at all.
+    It decides where to compress: for example after an exact mean on each machine, twice, or not at all.
     """
 
     reduce_scatters: ClassVar[bool] = False
-    """Whether it reduce-scatters: dimension 0 indexes the workers; the result is the mean of this worker's row."""
+    """Whether it reduce-scatters: x has one row per worker, and the result on a worker is the mean of its row."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Raise ValueError, naming the remedy, for a method that it cannot carry."""
+        """Raise ValueError, naming the remedy, for a method that this communicator cannot carry."""
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
-        """Resolve all settings that depend on the method and the workers."""
+        """Return the communicator to use, with all settings that depend on the method and the workers."""
         return self
 
     def choice(self, method: Method, transport: Transport) -> str:
-        """Why `resolve` returns another communicator, for the report; empty if it does not."""
+        """The reason why `resolve` chooses another communicator, for the report; empty if it chooses none."""
         return ""
 
     def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Elastic jobs: adopt this worker's own plan before the layout, without messages; see `create_groups`."""
+        """In an elastic job, adopt this worker's own plan, without messages. Called long before `create_groups`."""
 
     def create_groups(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """Create the groups of workers. Called once on every worker, before the first exchange."""
@@ -40,7 +40,10 @@ class Communicator(ABC):
         return method.compressor.applies(ctx)
 
     def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        """Compression points by name: the method and the elements. A single point is named ""."""
+        """This worker's compression points by name: the method and the context of the elements that it compresses.
+
+        A single point is named "".
+        """
         return {"": (method, ctx)}
 
     def reason(self, method: Method, ctx: Context) -> str:
@@ -48,15 +51,15 @@ class Communicator(ABC):
         return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
 
     def method(self, method: Method, name: str) -> Method:
-        """The method of one tensor."""
+        """The method of the tensor ``name``; by default ``method``, the common one."""
         return method
 
     def strategy(self, name: str) -> str:
-        """The tensor's own strategy as text; empty if tensors have none."""
+        """The strategy of the tensor ``name``, as text; empty if tensors have no strategies of their own."""
         return ""
 
     def threads(self, name: str) -> int:
-        """Threads of the CPU pool for compressing a tensor; 0: none."""
+        """Number of threads of the CPU pool that compresses the tensor ``name``; 0: no pool."""
         return 0
 
     @property
@@ -65,13 +68,13 @@ class Communicator(ABC):
         return ""
 
     def init(self, method: Method, ctx: Context) -> State:
-        """The method's state at each compression point, under the point's name."""
+        """The initial state of the method at all compression points, each under the point's name."""
         states = {name: here.init(part) for name, (here, part) in self.compression_points(method, ctx).items()}
         return states[""] if "" in states else join(**states)
 
     @abstractmethod
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
-        """float32[n] -> the mean over all workers, float32[n], bit-equal on all of them; and next state.
+        """Average x, float32[n], over all workers: returns the mean, bit-equal on all workers, and next state.
 
         A communicator that reduce-scatters returns float32[n / world_size]. x is donated. The mean may be a
         `grace.core.method.Lazy` mean.
@@ -88,7 +91,10 @@ def refuse_agreed(name: str, method: Method) -> None:
 
 
 def machine_size(name: str, node_size: int, transport: Transport) -> int:
-    """Workers per machine: a communicator's ``node_size``, or the launched number if that is 0."""
+    """Number of workers per machine: ``node_size``, or if that is 0, the number that the launcher started.
+
+    ValueError, naming communicator ``name``, unless it divides the number of workers.
+    """
     size = node_size or transport.node_size
     if size < 1 or transport.size % size:
         raise ValueError(

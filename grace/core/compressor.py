@@ -32,11 +32,17 @@ class Compressor(ABC):
         return True
 
     def contraction(self, n: int) -> float | None:
-        """The d of E|x - x̂|² <= (1 - d)|x|² for every x of n elements; None if there is none."""
+        """The contraction d: for every x of n elements and its decoded payload x̂, E|x - x̂|² <= (1 - d)|x|².
+
+        None if no such bound is declared.
+        """
         return None
 
     def variance(self, n: int) -> float | None:
-        """The w of E|x - x̂|² <= w|x|² for every x of n elements; None if the method is biased or has no bound."""
+        """The variance w: for every x of n elements and its decoded payload x̂, E|x - x̂|² <= w|x|².
+
+        None if the method is biased, or if no such bound is declared.
+        """
         return None
 
     def init(self, ctx: Context) -> State:
@@ -45,25 +51,28 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        """float32[n] -> payload and next state. A generator may request collectives."""
+        """Encode x, float32[n]: returns the payload and the next state. A generator may request collectives."""
 
     @abstractmethod
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        """Payload -> float32[n], bit-equal on every worker."""
+        """Decode a payload: float32[n], bit-equal on every worker."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: x minus the decoded payload. x is donated: its memory may be reused."""
+        """float32[n]: x minus the decoded payload. x is donated."""
         return ctx.xp.inplace.subtract(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        """All workers' payloads, in rank order -> float32[n], the mean, in one dense buffer."""
+        """Decode all workers' payloads, in rank order, and return their mean, float32[n], in one dense buffer."""
         (total,) = apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
             total = ctx.xp.inplace.add(total, self.decompress(payload, ctx))
         return ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
-        """A payload reduced on the wire (combine MEAN) -> float32[n]. Floats are averaged, integers summed."""
+        """Decode a payload that was reduced on the wire (`Combine.MEAN`): float32[n].
+
+        Its arrays are sums over the workers if `Traits.wire_sum` is set, else means.
+        """
         return self.decompress(payload, ctx)
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The context of a call: the facts about a tensor except its values."""
+"""The context of a tensor: its metadata, without its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.core.rng import Rng
 
 @dataclass(frozen=True)
 class Context:
-    """The facts about a tensor except its values."""
+    """Metadata of a tensor in one step, without the tensor's values."""
 
     xp: Any = field(repr=False)
     name: str
@@ -28,7 +28,7 @@ class Context:
     lr: Callable[[], Any] | None = field(default=None, repr=False)
     """A function that returns the learning rate of the coming step, a float or a scalar; None if unknown."""
     offset: int = 0
-    """Start of a chunk in the flattened tensor; 0 for a whole tensor."""
+    """Position of a chunk's first element in the flattened tensor; 0 for a whole tensor."""
     wire: str = "float32"
     """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
     _workspace: Any = field(default=None, repr=False, compare=False)
@@ -40,11 +40,11 @@ class Context:
         return math.prod(self.shape)
 
     def rng(self, label: str) -> Rng:
-        """Random stream of this worker, tensor and step."""
+        """The random stream of this name for this worker, tensor and step."""
         return Rng(self.xp, self.seed, label, self.name, self.step, self.rank + 1, self.offset)
 
     def shared_rng(self, label: str) -> Rng:
-        """Random stream that all workers share."""
+        """As `rng`, but the same stream on all workers."""
         return Rng(self.xp, self.seed, label, self.name, self.step, 0, self.offset)
 
     def piece(self, start: int, size: int) -> Context:
@@ -56,7 +56,7 @@ class Context:
         return self._with(name=f"{self.name}/{name}")
 
     def _with(self, **changes: Any) -> Context:
-        # A dataclasses.replace at a fifth of its cost: a step makes thousands of contexts.
+        # Does what dataclasses.replace does, at a fifth of the cost: a step makes thousands of contexts.
         context = object.__new__(type(self))
         context.__dict__.update(self.__dict__, **changes)
         return context

@@ -12,4 +12,4 @@ ITEMSIZE = {
     "int64": 8,
     "float64": 8,
 }
-"""Bytes per element."""
+"""Bytes per element, by dtype."""

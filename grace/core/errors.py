@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Unavailable(RuntimeError):
-    """A kernel cannot be compiled or launched. No output was written: the plain function can take over."""
+    """A kernel cannot be compiled or launched. It has written no output, so the call can be repeated without it."""
 
 
 @contextmanager
 def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterator[None]:
-    """Name the sender in a ValueError about its payload. ``worker`` None: all workers together."""
+    """Name the sender in a ValueError about its payload. ``worker``: its rank; None: all workers together."""
     try:
         yield
     except ValueError as error:

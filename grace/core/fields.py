@@ -6,7 +6,10 @@ from typing import Any
 
 
 def checked(key: str, value: Any, default: Any) -> Any:
-    """The value, if it has its default's type; a float field accepts ints, but no bools. Else ValueError."""
+    """Return the value of field ``key`` if it has the type of its default; else raise ValueError.
+
+    A float field also accepts ints, but not bools.
+    """
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
     allowed = kinds.get(type(default))
     if value is False and default == 0.0 and isinstance(default, float):

@@ -1,8 +1,8 @@
 """Payloads gathered from all workers: views into the received messages, made on access.
 
-A round receives hundreds of small arrays from each worker. Making views of them costs more than a kernel's work on
-them, and a kernel needs only addresses: dtypes, shapes and offsets are the same for all workers and known from the
-message that this worker sent.
+A round receives hundreds of small arrays from each worker, and making views of them takes longer than a kernel's work
+on them. A kernel needs only addresses: dtypes, shapes and offsets are the same for all workers, and this worker knows
+them from the message that it sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Layout = tuple[tuple[str, Shape], ...]
 
 @lru_cache(256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """Byte offset of each array of a message, and of the message's end."""
+    """Byte offset of each array in a message, and of the message's end."""
     return tuple(accumulate((nbytes(*form) for form in layout), initial=0))
 
 
@@ -48,7 +48,7 @@ class GatheredBuffers:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each array of a message, and of the message's end."""
+        """Byte offset of each array in a message, and of the message's end."""
         return offsets(self.layout)
 
     @cached_property
@@ -90,6 +90,6 @@ class GatheredPayloads(Sequence[Payload]):
         return ends[self._part.stop] - ends[self._part.start]
 
     def addresses(self) -> list[list[int]]:
-        """Addresses by array and worker, possibly unaligned; valid as long as this object lives."""
+        """Memory addresses, by array and then by worker, possibly unaligned; valid as long as this object lives."""
         bases = self._messages.bases
         return [[base + offset for base in bases] for offset in self._messages.offsets[self._part]]

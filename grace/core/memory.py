@@ -17,13 +17,13 @@ class Memory(ABC):
     """State that complements a compressor: it is added to a gradient before compression and updated afterwards."""
 
     feedback: ClassVar[bool] = False
-    """Whether it has error feedback."""
+    """Whether it applies error feedback."""
     second_stage: ClassVar[Memory | None] = None
     """The memory of a communicator's second compression; None: this memory itself."""
     includes_momentum: ClassVar[bool] = False
     """Whether its results include momentum; if so, the optimizer should have none."""
     reshard: ClassVar[Mapping[str, Resize]] = {}
-    """As `Traits.reshard`."""
+    """Reshard rule of each state array, by key; the default is `Resize.SAME`."""
 
     @property
     def standard_feedback(self) -> bool:
@@ -39,14 +39,20 @@ class Memory(ABC):
 
     @abstractmethod
     def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
-        """float32[n] -> the vector to compress, and next state. x is donated."""
+        """Combine x, the gradient as float32[n], with the state: returns the vector to compress, and next state.
+
+        x is donated.
+        """
 
     @abstractmethod
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         """Next state, from the compressed vector (``x``, donated) and its payload."""
 
     def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
-        """float32[n], the mean of all workers' payloads -> the result, and next state. By default the mean."""
+        """Return the exchange's result, given the mean of all workers' payloads, float32[n]; and next state.
+
+        By default the result is the mean itself.
+        """
         return mean, state
 
     def init_dense(self, ctx: Context) -> State:

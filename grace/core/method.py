@@ -17,7 +17,7 @@ from grace.core.state import Array, Payload, Resize, State, apart, join, name_of
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor with its memory: the work at one compression point."""
+    """A compressor with its memory: all that a worker does at one compression point."""
 
     compressor: Compressor
     memory: Memory
@@ -62,9 +62,9 @@ class Method:
         return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
 
     def encode(self, x: Array, state: State, ctx: Context, defer: bool = False) -> Program[tuple[Payload, State]]:
-        """Compensate, compress, update the memory. x is donated: its memory may be reused, also for the next state.
+        """Compensate, compress, update the memory. x is donated, and may become part of the next state.
 
-        ``defer``: an engine may return a residual that is computed when it is stored.
+        ``defer``: an engine may return a residual that is only computed when the state is stored.
         """
         memory, kept = scope(state, "memory"), scope(state, "compressor")
         x, memory = yield from as_program(self.memory.compensate(x, memory, ctx))
@@ -79,7 +79,7 @@ class Method:
         return self if self.memory.second_stage is None else replace(self, memory=self.memory.second_stage)
 
     def like(self, other: Method) -> Method:
-        """Another pair, run by the same subclass as this one."""
+        """The compressor and memory of ``other``, as a method of this one's class."""
         return type(self)(other.compressor, other.memory)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:

@@ -13,17 +13,17 @@ from grace.core.fields import checked
 from grace.core.method import Method
 
 Level = Mapping[str, Any]
-"""Compressor fields and their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor unchanged."""
+"""A level: compressor fields and their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor unchanged."""
 MAIN = ("compress_ratio", "compress_rank", "bits", "quantum_num", "chunk_k")
 """Fields that a bare number sets when it is given as a level; the first one present wins."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The settings until the next decision, and the policy's whole memory: plain data, saved as JSON."""
+    """The settings until the next decision, and all that the policy remembers: plain data, saved as JSON."""
 
     levels: dict[str, int]
-    """Level index by tensor."""
+    """The index of each tensor's level, by tensor name."""
     micro_steps: int = 1
     """Number of batches whose gradients accumulate before an exchange."""
     lr_scale: float = 1.0
@@ -33,13 +33,15 @@ class Decision:
 
 
 class Noise(NamedTuple):
-    """Squared norms of one tensor, summed over some steps, in units that cancel; the same on all workers."""
+    """Squared norms of one tensor, summed over the measured steps; equal on all workers. Only their ratios matter."""
 
     error: float
-    """The squared norm of the exchanged mean minus the wanted one, which is the exact mean plus the error that error
-    feedback holds.
+    """The squared norm of the exchanged mean minus the wanted mean.
+
+    The wanted mean is the exact mean plus the error that error feedback has held back in earlier steps.
     """
     wanted: float
+    """The squared norm of the wanted mean."""
     sampling: float
     """The squared norm of the exact mean's sampling noise, estimated from the differences between the workers'
     gradients.
@@ -52,7 +54,7 @@ class Forecast(NamedTuple):
     noise_ratio: float
     """The noise that the level adds to the mean, relative to the sampling noise."""
     seconds: float
-    """Seconds for the progress of one step with exact means."""
+    """Seconds that it takes to progress as far as one step with exact means."""
 
 
 class Policy(ABC):
@@ -82,7 +84,7 @@ class Policy(ABC):
         return ({},)
 
     def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
-        """Method and communicator at each level. By default the compressor changes and the rest stays."""
+        """The method and the communicator at each level. By default only the compressor changes."""
         compressors = (at_level(method.compressor, level) for level in self.levels(method.compressor))
         return tuple((replace(method, compressor=compressor), communicator) for compressor in compressors)
 
@@ -114,19 +116,19 @@ class Policy(ABC):
         return decision
 
     def trials(self, decision: Decision) -> dict[int, float]:
-        """Seconds per step by level tried, for the report."""
+        """Seconds per step of each tried level, by level index, for the report."""
         return {}
 
     def forecasts(self, decision: Decision) -> dict[int, Forecast]:
-        """The expected costs of the tried levels, for the report."""
+        """The expected cost of each tried level, by level index, for the report."""
         return {}
 
     def why(self, decision: Decision, names: Sequence[str]) -> str:
-        """The reason for the current level, for the report. ``names``: the text of each level."""
+        """The reason for the current level, for the report. ``names``: a description of each level."""
         return ""
 
     def remembers(self, memo: Mapping[str, Any]) -> bool:
-        """Whether ``memo`` is valid: a state may come from a file or another worker."""
+        """Whether ``memo`` is valid as this policy's `Decision.memo`: it may come from a file or another worker."""
         return True
 
 
@@ -136,7 +138,10 @@ def number(value: Any) -> bool:
 
 
 def at_level(compressor: Compressor, level: Level) -> Compressor:
-    """The compressor with some of its own or its parts' fields changed; ValueError for an unknown field."""
+    """The compressor with the fields of a level changed, its own or its nested compressors'.
+
+    ValueError for an unknown field.
+    """
     known = _fields(compressor)
     for key, value in level.items():
         if key not in known:
@@ -165,13 +170,13 @@ def level_of(key: str, value: Any, compressor: Compressor) -> Level:
 
 
 def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
-    """The compressor's current values of these fields, as a level."""
+    """The compressor's current values of the fields ``keys``, as a level; fields that it does not have are left out."""
     known = _fields(compressor)
     return {key: known[key][0] for key in keys if key in known}
 
 
 def _fields(compressor: Compressor) -> dict[str, tuple[Any, Any]]:
-    # Values and defaults of the compressor's own fields and of its parts' fields.
+    # (value, default) of each field, by name: the compressor's own fields and its nested compressors'.
     found: dict[str, tuple[Any, Any]] = {}
     for each in fields(compressor):  # type: ignore[arg-type]
         value = getattr(compressor, each.name)

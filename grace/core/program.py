@@ -17,14 +17,17 @@ MaybeProgram = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at
 
 
 def as_program(value: MaybeProgram[T]) -> Program[T]:
-    """A value as a program: ``result = yield from as_program(value)``."""
+    """Convert a value, or a program, to a program: ``result = yield from as_program(value)``."""
     if isinstance(value, Generator):
         return (yield from value)
     return value
 
 
 def run_local(value: MaybeProgram[T], whose: Any) -> T:
-    """Run a program that requests no collective and return its result; else ValueError, naming the method."""
+    """Run a program that requests no collective, and return its result.
+
+    ValueError, naming the method ``whose``, if it requests one.
+    """
     program = as_program(value)
     try:
         next(program)

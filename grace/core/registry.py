@@ -1,6 +1,6 @@
 """Registries: compressors, memories, communicators and policies by name.
 
-Keys and defaults are the dataclass fields of the classes, defined nowhere else.
+The keys of a class, and their defaults, are its dataclass fields; they are defined nowhere else.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def register(name: str, *aliases: str) -> Callable[[C], C]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)", or nothing if no known name is near."""
+    """The text " (did you mean ...?)" with the known name nearest to ``name``; empty if none is near."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def method_from_params(params: Mapping[str, Any]) -> Method:
-    """A compressor with its memory, from their `grace_from_params` keys. ValueError for other keys."""
+    """Build a compressor with its memory from their `grace_from_params` keys. ValueError for other keys."""
     rest = dict(params)
     compressor, memory = pair(rest)
     if rest:
@@ -133,7 +133,7 @@ def method_from_params(params: Mapping[str, Any]) -> Method:
 
 
 def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
-    """A method and its communicator, from their `grace_from_params` keys or from a compressor's name alone.
+    """Build a method and its communicator from their `grace_from_params` keys, or from a compressor's name alone.
 
     ValueError for other keys.
     """
@@ -145,7 +145,7 @@ def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
 
 
 def pair(rest: dict[str, Any]) -> tuple[Compressor, Memory]:
-    """A compressor and its memory; consumes their keys in ``rest``."""
+    """Build a compressor and its memory; removes their keys from ``rest``."""
     compressor = take(compressors, rest.pop("compressor", "none"), rest)
     return compressor, take(memories, rest.pop("memory", compressor.traits.memory), rest)
 
@@ -162,7 +162,7 @@ def usual_communicator(compressor: Compressor) -> str:
 
 
 def take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
-    """Return an instance unchanged, or build one by name; consumes its keys in ``rest``."""
+    """Return an instance unchanged, or build one by name; removes its keys from ``rest``."""
     if not isinstance(name, str):
         for kind, known in REGISTRIES.items():
             if known is registry and isinstance(name, kind):
@@ -172,7 +172,7 @@ def take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
 
 
 def values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
-    """A class's fields that ``rest`` gives, checked and removed from it."""
+    """The values in ``rest`` of a class's fields, checked. Removes them from ``rest``."""
     found = {}
     for field in fields(cls):
         default: Any = field.default
@@ -190,7 +190,7 @@ def values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, *parts: Any, others: Iterable[str] = ()) -> str:
-    """Error text for a key that no part knows. ``others``: further known keys."""
+    """The error text for a key that none of the ``parts`` has. ``others``: further known keys."""
     owners = [
         f"{registry.kind} {name!r}"
         for registry in REGISTRIES.values()

@@ -1,8 +1,8 @@
 """Random numbers without a generator: a hash of (key, counter), the same bits on every toolkit.
 
-A stream is named by (seed, label, tensor, step, worker) and nothing else. There is no global generator and no saved
-state, and element j needs no other element of its stream. The mixing function is the public-domain 32-bit finaliser
-of MurmurHash3.
+A stream is determined by (seed, label, tensor, step, worker) and nothing else. There is no global generator and no
+saved state, and element j of a stream is computed without the others. The mixing function is the public-domain 32-bit
+finaliser of MurmurHash3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 MASK32 = 0xFFFFFFFF
 NOISE = 2**16
-"""Elements that share an offset of the noise."""
+"""Number of elements in a noise row, which share one offset; also the length of the noise table (`Rng.noise`)."""
 
 
 @lru_cache(4096)
@@ -43,7 +43,7 @@ def mix(h: Any) -> Any:
 
 
 def fold(*values: Any, start: Any = 0) -> Any:
-    """Hash a sequence of integers into one 32-bit word. Hashed, never added: (5, 1) and (6, 0) differ.
+    """Hash a sequence of integers into one 32-bit word. Values are not just added: (5, 1) and (6, 0) differ.
 
     ``start``: the hash of the preceding values.
     """
@@ -59,12 +59,15 @@ def word(keys: tuple[int, int], j: int) -> int:
 
 
 def noise_offset(keys: tuple[int, int], row: int) -> float:
-    """The offset shared by all elements of a noise row, in [0, 1)."""
+    """The offset that all elements of a noise row share, in [0, 1)."""
     return (word(keys, row) >> 16) / NOISE
 
 
 def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
-    """Noise rows that cover n elements from ``start``: row, position among the n, position in the table, count."""
+    """Yield the parts of n elements, from position ``start`` on, that lie in one noise row each.
+
+    A part is (row number, position among the n elements, position in the noise table, number of elements).
+    """
     at = 0
     while at < n:
         row, first = divmod(start + at, NOISE)
@@ -92,17 +95,17 @@ _known_keys = lru_cache(4096)(_keys)
 
 
 class Rng:
-    """One stream of numbers, counted by position in the tensor.
+    """One random stream, with a number for each position in a tensor.
 
-    ``xp`` is the backend; ``offset`` is the position at which this view of the stream begins, so that a
-    piece of a tensor draws what the whole tensor would have drawn there.
+    ``xp`` is the backend; ``offset`` is the position at which the draws begin, so that a chunk of a tensor draws the
+    same numbers as that part of the whole tensor.
     """
 
     def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: Any, offset: int = 0):
         keys = _known_keys if isinstance(step, int) and isinstance(worker, int) else _keys
         self._xp = xp
         self.keys = keys(seed, label, name, step, worker)
-        self.table = keys(seed, label, "", step, worker)  # of the noise table, shared by all tensors
+        self.table = keys(seed, label, "", step, worker)  # keys of the noise table, which all tensors share
         self.offset = offset
 
     def bits(self, n: int) -> Any:
@@ -117,10 +120,10 @@ class Rng:
         """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
 
         Element j is a fraction of 16 bits: the upper 16 bits of word j mod 2**16 of a table that all tensors of a step
-        share, plus those of word j // 2**16 of this stream. Any two elements are independent, so rounding errors add up
-        as those of independent numbers do. A float32 of magnitude below 2**7 plus this number never carries over to the
-        next integer by rounding. Probabilities are exact up to 2**-17, and so is the expectation of a rounded value, in
-        units of a level; a smaller fraction always becomes 0.
+        share, plus those of word j // 2**16 of this stream, modulo 1. Any two elements are independent, so rounding
+        errors add up as those of independent numbers do. If an element is added to a float32 of magnitude below 2**7,
+        rounding never carries the sum over to the next integer. Probabilities are exact up to 2**-17, and so is the
+        expectation of floor(x + noise); a fraction below 2**-17 is always rounded down.
         """
         return self._xp.random.noise(self.table, self.keys, self.offset, n)
 

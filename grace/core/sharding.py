@@ -17,38 +17,38 @@ from grace.core.traits import Combine
 
 
 def span(xp: Any, unit: int) -> int:
-    """Elements of a chunk that fits a cache, a multiple of ``unit``."""
+    """Number of elements in a chunk that fits a cache; a multiple of ``unit``."""
     return int(max(1, xp.piece // unit) * unit)
 
 
 def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
-    """Bounds of chunks of n elements that fit a cache: whole units, the last one short.
+    """Bounds of the chunks of n elements; each fits a cache and is a multiple of ``unit``, but the last may be shorter.
 
-    A single chunk if the backend does not cut.
+    A single chunk if the backend sets no chunk size.
     """
     size = span(xp, unit) if xp.piece else n
     return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
 
 
 def unit(compressor: Compressor) -> int:
-    """The smallest number of elements that fills whole blocks and whole bytes."""
+    """Granularity of chunks: the smallest number of elements that fills whole blocks and whole bytes."""
     return math.lcm(8, compressor.traits.block_size or 1)
 
 
 def piece(compressor: Compressor, xp: Any) -> int:
-    """Elements of a chunk that fits a cache, in whole units."""
+    """Number of elements in a chunk that fits a cache; a multiple of `unit`."""
     return span(xp, unit(compressor))
 
 
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
-    """Bounds of a tensor's chunks that fit a cache: whole units, the last one short."""
+    """Bounds of a tensor's chunks; each fits a cache and is a multiple of `unit`, but the last may be shorter."""
     return spans(ctx.xp, ctx.size, unit(compressor))
 
 
 def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: int) -> Payload:
     """The slice of a blockwise method's payload that holds elements ``start .. stop`` of ``size``.
 
-    Both bounds are multiples of a unit, or the end. ``steps``: `strides` of the method.
+    Both bounds are multiples of `unit`, or ``size`` itself. ``steps``: the method's `strides`.
     """
     units, *each = steps
     if start >= size:
@@ -61,7 +61,7 @@ def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: i
 
 
 def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
-    """Elements per unit, and the length of each payload array per unit."""
+    """The number of elements in a `unit`, then the length of each payload array for one unit."""
     units = unit(compressor)  # array lengths of blockwise methods are proportional to it
     return units, *(shape[0] for _, shape in template(compressor, xp, (units,)))
 
@@ -70,9 +70,9 @@ def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
 def cuts(
     compressor: Compressor, xp: Any, size: int, ends: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Lengths of the parts of each payload array if `cut` splits a tensor of ``size`` elements at ``ends``.
+    """For each payload array, the lengths of its parts if `cut` splits a tensor of ``size`` elements at ``ends``.
 
-    ``whole``: the lengths of the whole arrays.
+    ``whole``: the length of each whole array.
     """
     units, *each = strides(compressor, xp)
     found = []
@@ -83,7 +83,7 @@ def cuts(
 
 
 def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
-    """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that needs the shape.
+    """Cut a tensor into consecutive shards: multiples of `unit`, or whole rows for a method that needs the shape.
 
     All shards have the same size, except that the last ones may be shorter or empty.
     """

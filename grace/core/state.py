@@ -29,17 +29,17 @@ class Resize(Enum):
     OWN = "own"
     """Private to a worker: each new worker takes over one old worker's array, in rank order."""
     TRACKED = "tracked"
-    """An estimate whose mean over the workers is stored beside it, as "mean": every worker restarts from the mean. The
-    two stay consistent even if some workers' estimates are lost."""
+    """An estimate whose mean over the workers is in the same state, under key "mean": every worker restarts from the
+    mean. So estimates and mean stay consistent even if some workers' estimates are lost."""
 
 
 def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
-    """The arrays in memory of their own; copies those that overlap any of ``others``."""
+    """The arrays, with a copy of each one that overlaps any of ``others`` in memory."""
     return tuple(xp.buffers.copy(x) if any(xp.buffers.overlap(x, other) for other in others) else x for x in arrays)
 
 
 def scope(state: State, prefix: str) -> State:
-    """The part of a state under ``prefix/``."""
+    """The arrays of a state whose keys begin with ``prefix/``, under their keys without this prefix."""
     start = prefix + "/"
     return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
 

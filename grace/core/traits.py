@@ -31,14 +31,14 @@ class Traits:
     block_size: int | None = None
     """Elements per block, if statistics are per block; None: per tensor.
 
-    Payloads of chunks, cut at whole blocks and bytes, concatenate to the payload of the whole.
+    The payloads of chunks, cut at whole blocks and bytes, concatenate to the payload of the whole tensor.
     """
     unbiased: bool = False
     """The expectation of ``decompress(compress(x))`` is x."""
     variable_length: bool = False
     """The payload's length depends on the values."""
     needs_shape: bool = False
-    """It uses the tensor's shape, not only its size."""
+    """The method uses the tensor's shape, not only its size."""
     sends_exact_values: bool = False
     """Elements are sent unchanged or not at all: `residual` is x with zeros where elements were sent."""
     majority_vote: bool = False
@@ -48,13 +48,13 @@ class Traits:
     nonfinite_in_payload: bool = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
     internal_feedback: bool = False
-    """It has its own error feedback, in its state."""
+    """The compressor has its own error feedback, in its state."""
     lossless: bool = False
     """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
     max_magnitude: float = 1e30
-    """Largest magnitude whose result is guaranteed finite."""
+    """The largest magnitude of an element for which the result is guaranteed to be finite."""
     memory: str = "residual"
-    """The default memory."""
+    """The name of the default memory."""
     wire_sum: tuple[str, int] | None = None
     """dtype and largest magnitude of the integers that are summed on the wire; None for floats."""
     reshard: Mapping[str, Resize] = field(default_factory=dict, hash=False)

@@ -50,5 +50,5 @@ class Transport(ABC):
         """Begin one round of collectives in as few messages as possible; returns a function that awaits the results."""
 
     def exchange(self, text: str) -> list[str]:
-        """Every worker's text, in rank order. For start-up checks."""
+        """Send a text to all workers; returns every worker's text, in rank order. For start-up checks."""
         return [text]

@@ -16,10 +16,10 @@ from grace.memories.residual import Residual
 @register("decoupled_momentum")
 @dataclass(frozen=True)
 class DecoupledMomentum(Residual):
-    """A local momentum: sent values are subtracted from it, the rest decays.
+    """Keep a local momentum: subtract sent values from it, and let the remainder decay.
 
     This is the memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma *
-    gradient, from which the sent values are then subtracted. State: residual float32[n] (m).
+    gradient is compressed, then the sent values are subtracted from m. State: residual float32[n] (m).
     ``beta``: the momentum's decay, any number. ``gamma``: the weight of the gradient, any number.
     Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
     """
@@ -32,9 +32,9 @@ class DecoupledMomentum(Residual):
 @register("decoupled")
 @dataclass(frozen=True)
 class Decoupled(Memory):
-    """Dion's momentum: the gradient is added to it, and the part that the workers agreed on decays.
+    """Keep Dion's momentum: add the gradient to it, and let the part that the workers agreed on decay.
 
-    M = M + gradient, which is compressed; then M = M - (1 - mu) P R, with P and R the payload of compressor "dion".
+    M = M + gradient is compressed; then M = M - (1 - mu) P R, with P and R the payload of compressor "dion".
     Each worker keeps its own M. Only their mean affects the updates, and it is the momentum that one worker would have
     with the mean gradients. State: momentum float32[n] (M).
     ``mu``: the momentum's decay, in [0, 1).

@@ -14,10 +14,10 @@ from grace.memories.residual import Residual
 @register("dgc")
 @dataclass(frozen=True)
 class DGC(Memory):
-    """Accumulate the momentum, not the gradient, of unsent elements; sent elements are cleared from both.
+    """Accumulate the momentum, not the gradient, of unsent elements; clear momentum and residual of sent elements.
 
-    u = momentum * u + gradient; v = v + u; v is compressed, then v and u are zeroed where elements were sent. Tensors
-    that go dense get u = momentum * u + mean. So the optimizer needs no momentum of its own.
+    u = momentum * u + gradient; v = v + u; v is compressed, then v and u are zeroed where elements were sent. For a
+    tensor that goes dense, the result is u = momentum * u + mean. So the optimizer needs no momentum of its own.
     State: momentum float32[n] (u), residual float32[n] (v).
     ``momentum``: in [0, 1).
     ``gradient_clipping``: each worker scales a tensor's gradient down to a norm of at most this value divided by the
@@ -57,7 +57,7 @@ class DGC(Memory):
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)
             return v + step, {**state, "momentum": u}
-        fresh = xp.buffers.empty(ctx.size)  # the old state must stay intact until the exchange ends
+        fresh = xp.buffers.empty(ctx.size)  # the state before the exchange must stay intact until the exchange ends
         for start in range(0, ctx.size, xp.piece):
             part = slice(start, min(start + xp.piece, ctx.size))
             momentum, step = self._momentum(x[part], u[part])

@@ -18,7 +18,8 @@ class Diana(Memory):
     x = gradient - shift; shift = shift + alpha * sent. The result, mean shift + mean of all workers' sent values, is
     unbiased if the method is.
     State: shift float32[n], mean float32[n]; mean is equal on all workers.
-    ``alpha``: the shift's learning rate, in [0, 1]; 0: 1 / (1 + w), the theory's maximum for variance w.
+    ``alpha``: the shift's learning rate, in [0, 1]; 0 means 1 / (1 + w), the maximum in theory for a method of variance
+    w.
     Mishchenko, Gorbunov, Takac and Richtarik, "Distributed Learning with Compressed Gradient Differences", 2019,
     arXiv:1901.09269, algorithm 1.
     """
@@ -51,5 +52,5 @@ class Diana(Memory):
         return state["mean"] + mean, {**state, "mean": state["mean"] + mean * self.rate(compressor, ctx)}
 
     def rate(self, compressor: Compressor, ctx: Context) -> float:
-        """alpha, by default derived from the method's variance."""
+        """The shift's learning rate: ``alpha``, or for 0 the rate for the method's variance."""
         return self.alpha or 1 / (1 + (compressor.variance(ctx.size) or 0.0))

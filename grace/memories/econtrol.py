@@ -1,4 +1,4 @@
-"""Error feedback by differences, with a part of the error."""
+"""Error feedback by differences, plus a fraction of the accumulated error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grace.core.registry import register
 @register("econtrol")
 @dataclass(frozen=True)
 class EControl(Memory):
-    """Memory "ef21" with a fraction of the accumulated error fed back, which corrects the lag of the estimates.
+    """As memory "ef21", but feed back a fraction of the accumulated error, which corrects the lag of the estimates.
 
     x = eta * error + gradient - estimate; estimate = estimate + sent; error = error + gradient - estimate. The result
     is the mean of all estimates, which every worker tracks.

@@ -13,11 +13,11 @@ from grace.core.registry import register
 @register("ef21")
 @dataclass(frozen=True)
 class EF21(Memory):
-    """Compress the difference between a gradient and its worker's running estimate of it.
+    """Compress the difference between the gradient and this worker's running estimate of it.
 
-    x = gradient - estimate; estimate = estimate + sent. The result is the mean of all estimates, which every worker
-    tracks.
-    It lags at first: for a contraction d, its error on a steady gradient shrinks by the factor sqrt(1 - d) per
+    x = gradient - estimate; estimate = estimate + sent. The result is the mean of all workers' estimates, which every
+    worker tracks.
+    The result lags at first: for a contraction d, its error on a steady gradient shrinks by the factor sqrt(1 - d) per
     step. Unlike a residual, an estimate cannot grow beyond the gradients.
     State: estimate float32[n], mean float32[n]; mean is equal on all workers; with ``momentum`` below 1 also momentum
     float32[n] (v).

@@ -17,7 +17,8 @@ class EFSignSGDMemory(Memory):
 
     x = gradient + (last rate / this rate) * residual; residual = x - sent. So an optimizer that multiplies by the
     learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
-    the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual waits.
+    the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual is neither added nor
+    changed.
     State: residual float32[n], lr float32[1].
     ``lr``: the fallback rate, a positive number; the integrations of PyTorch and Keras read the optimizer's own.
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.

@@ -11,7 +11,7 @@ from grace.core.registry import register
 @register("none")
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """No state: compression errors are lost. Right for unbiased methods and for votes."""
+    """Keep no state: compression errors are lost. Right for unbiased methods and for votes."""
 
     standard_feedback = True
 

@@ -12,7 +12,7 @@ from grace.core.registry import register
 from grace.memories.residual import Residual
 
 UNSEEN = 1e-4
-"""Threshold relative to the mean second moment: smaller moments count as not learned by the warm-up."""
+"""A second moment below this times the mean second moment counts as not learned in the warm-up."""
 
 
 @register("onebit_adam")
@@ -21,15 +21,16 @@ class OneBitAdam(Memory):
     """Adam that learns its second moment from exact means, then freezes it and compresses its update.
 
     For an optimizer without momentum (SGD): the result is Adam's update, momentum / (sqrt(second moment) + epsilon).
-    During the warm-up, gradients are averaged exactly, in float32 and beside the payloads, which are not used yet. Then
-    momentum and residual are compressed, best with compressor "efsignsgd" and its ``block_size``, over communicator
-    "twostage", whose second compression has a residual of its own. Adam's bias correction is frozen with the moments.
+    During the warm-up, gradients are averaged exactly, in float32; payloads are sent as well, but not used yet. Then
+    Adam's update plus the residual is compressed, best with compressor "efsignsgd" and its ``block_size``, over
+    communicator "twostage", whose second compression has a residual of its own. Adam's bias correction is frozen
+    together with the second moment.
     The paper compresses the momentum and divides by the root of the second moment afterwards, which amplifies the error
     where that moment is small, as for weights of mostly zero inputs; here the quotient is compressed.
     Departure from the paper: a frozen second moment does not follow later gradients, such as those of rare rows of an
-    embedding or of unused experts, and a quotient by almost zero has no bound. For an element whose
-    second moment is below 1e-4 of the mean over the tensor's non-zero ones, that mean replaces it; if all are zero,
-    the gradient divided by its root mean square is sent. No element moves by more than
+    embedding or of unused experts, and a quotient has no bound if its divisor is almost zero. So if an element's
+    second moment is below 1e-4 of the mean over the tensor's non-zero second moments, this mean replaces it; if all are
+    zero, the gradient divided by its root mean square is sent. No element moves by more than
     max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates per step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
     ``freeze_step``: number of warm-up steps; 15 to 20% of all. ``beta1``: decay of the momentum, in [0, 1). ``beta2``:
@@ -60,7 +61,7 @@ class OneBitAdam(Memory):
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, n, warm = ctx.xp, ctx.size, self.warm(ctx)
-        # The exact mean during the warm-up, then a message of zero length: one graph serves both.
+        # During the warm-up request the exact mean, later the mean of empty arrays: one graph serves both phases.
         length: Any = xp.choose(warm, xp.asarray(n, "int64"), xp.asarray(0, "int64")) if xp.traced else n * warm
         (mean,) = yield Reduce((x[:length],), "mean")
         mean = xp.reshape(xp.concat([mean, xp.zeros(n)])[:n], (n,))
@@ -82,7 +83,7 @@ class OneBitAdam(Memory):
         return {"momentum": zeros, "second": zeros, "decay": ctx.xp.full(2, 1.0)}
 
     def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        # Exact means need no freezing, but one learning rate must fit all tensors.
+        # Exact means would need no freezing, but all tensors must share one learning rate.
         xp = ctx.xp
         learned = self._learn(mean, state, ctx)
         momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)

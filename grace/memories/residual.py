@@ -14,7 +14,7 @@ from grace.ops.sums import weighted_sum
 @register("residual", "powersgd")
 @dataclass(frozen=True)
 class Residual(Memory):
-    """Add to each gradient the part of earlier gradients that payloads did not carry.
+    """Add to each gradient the part of earlier gradients that their payloads did not carry.
 
     x = beta * residual + gamma * gradient; residual = x - sent. With beta = gamma = 1 nothing is lost: sent values and
     residual add up to all gradients so far.

@@ -1,14 +1,15 @@
-"""Classes of biased compressors and the conversions between them.
+"""Classes of biased compressors, and conversions between them.
 
-For every x, in expectation over the draws of a compressor C:
+The classes are bounds for every x, in expectation over the random draws of a compressor C:
 
 B1(alpha, beta): alpha |x|² <= E|C(x)|² <= beta E<C(x), x>.
 B2(gamma, beta): max(gamma |x|², E|C(x)|² / beta) <= E<C(x), x>.
 B3(delta): E|C(x) - x|² <= (1 - 1/delta) |x|²; a contraction d is B3(1/d).
 
-A compressor stays in B1 and B2 if it is scaled, C in B1(alpha, beta) as B1(alpha s², beta s), in B2(gamma, beta) as
-B2(gamma s, beta s); B3 needs the right scale. Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for
-Distributed Learning", 2020, arXiv:2002.12410, section 2.
+If C is in B1(alpha, beta), then s C is in B1(alpha s², beta s) for every s > 0; if C is in B2(gamma, beta), then s C is
+in B2(gamma s, beta s). B3 holds only for a suitable scale.
+Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020, arXiv:2002.12410,
+section 2.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from typing import NamedTuple
 
 
 class B1(NamedTuple):
-    """Bounds of the square of a compressed vector."""
+    """Bounds of the squared norm of C(x)."""
 
     alpha: float
     beta: float
 
 
 class B2(NamedTuple):
-    """Bounds of its product with the vector."""
+    """Bounds of the product of C(x) and x."""
 
     gamma: float
     beta: float
 
 
 class B3(NamedTuple):
-    """Bound of its distance from the vector, if it is first multiplied by ``scale``."""
+    """Bound of the distance of ``scale`` * C(x) from x."""
 
     delta: float
     scale: float = 1.0

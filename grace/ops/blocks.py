@@ -21,7 +21,7 @@ def block_count(n: int, block: int | None) -> int:
 
 
 def rows(xp: Any, x: Array, block: int | None) -> Array:
-    """[n] -> [m, block], padded with zeros."""
+    """[n] -> [m, block]: one row per block, the last one padded with zeros."""
     n = xp.shape(x)[0]
     m = block_count(n, block)
     width = n if block is None else block
@@ -42,18 +42,21 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
 
 
 def divisor(xp: Any, scale: Array) -> Array:
-    """[m] -> [m, 1]: divisors for `rows`: the scales, with 1 for 0. (Divide by them: 1 / scale may overflow.)"""
+    """[m] -> [m, 1]: the scales as divisors for `rows`, with 1 in place of 0. (1 / scale may overflow: divide.)"""
     return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
 
 
 def largest_of_all(xp: Any, statistic: Array) -> Program[Array]:
-    """[m] per worker -> [m], equal on all: the largest; NaN if any is NaN, which a max on the wire may lose."""
+    """[m] -> [m]: the elementwise maximum over all workers. Any NaN is kept; a max on the wire may lose it."""
     gathered = yield Gather((statistic,))
     return xp.max(xp.concat([xp.reshape(each, (1, -1)) for (each,) in gathered]), 0)
 
 
 def norms(xp: Any, table: Array) -> Array:
-    """[m, block] -> [m]: Euclidean norms. Relative to the largest, neither 1e30 nor 1e-30 leaves float32's range."""
+    """[m, block] -> [m]: Euclidean norms of the rows.
+
+    Elements are squared relative to the largest of their row, so that squares of 1e30 or 1e-30 stay in float32's range.
+    """
     largest = xp.max(xp.abs(table), 1)
     relative = table / divisor(xp, largest)
     return largest * xp.sqrt(xp.sum(relative * relative, 1))
@@ -66,7 +69,7 @@ def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
 
 
 def add_scaled(xp: Any, x: Array, signs: Array, scale: Array, block: int | None) -> Array:
-    """[n] + signs[n] * scale[m] of each block, in one pass if possible. x is donated; signs are -1 and 1."""
+    """[n]: x + signs * scale of its block, in one pass if possible. signs[n] are -1 and 1; scale[m]. x is donated."""
     n = xp.shape(x)[0]
     scale = xp.reshape(fitting(xp, scale, "float32", block_count(n, block), "scales"), (-1, 1))
     return flat(xp, xp.inplace.add_product(rows(xp, x, block), rows(xp, signs, block), scale), n)

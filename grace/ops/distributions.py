@@ -1,8 +1,9 @@
-"""Laws of magnitudes, with the threshold that a given share exceeds; written over a backend.
+"""Thresholds that a given share of magnitudes exceeds, by distributions fitted to the magnitudes; over a backend.
 
-Each law is fitted to moments, as float64[1]: ``mean`` and ``variance`` of the numbers, or of their excess over the
-previous threshold. ``share`` is the logarithm of the share that exceeds the result, float64[1], <= 0. A result is
-float64[1], relative to the start of the numbers. If a law cannot be fitted, the exponential law replaces it.
+Each distribution is fitted to moments, float64[1]: ``mean`` and ``variance`` of the magnitudes, or of their excess over
+the previous threshold. ``share``: the natural logarithm of the share that exceeds the result, float64[1], <= 0. Each
+function returns a threshold, float64[1], relative to zero or to the previous threshold. If a distribution cannot be
+fitted, the exponential one replaces it.
 Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
 Distributed Training Systems" (SIDCo), MLSys 2021, arXiv:2101.10761, section 2.
 """
@@ -14,20 +15,20 @@ from typing import Any
 from grace.core import Array
 
 ROUNDS = 8
-"""Iterations of Halley's method. Four suffice for shapes 0.01 .. 100 and shares from 1e-7; the rest costs
+"""Iterations of Halley's method. Four suffice for shapes 0.01 .. 100 and shares from 1e-7; the other four cost
 microseconds."""
 SMALLEST = 2.0**-52
-"""Added to magnitudes, in units of their Euclidean norm as in the authors' code, before the logarithm: they may be
-zero."""
+"""A number that is added to each magnitude before its logarithm is taken, since magnitudes may be zero. In units of
+their Euclidean norm, as in the authors' code."""
 
 
 def exponential(xp: Any, mean: Array, share: Array) -> Array:
-    """Magnitudes with an exponential law; the signed numbers have Laplace's."""
+    """The threshold for exponential magnitudes (of numbers with a Laplace distribution)."""
     return -mean * share
 
 
 def pareto(xp: Any, mean: Array, variance: Array, share: Array) -> Array:
-    """Magnitudes with a generalised Pareto law. Its shape is clamped to -5 .. 0.499, where moments exist."""
+    """The threshold for generalised Pareto magnitudes. The shape is clamped to -5 .. 0.499, where moments exist."""
     shape = pareto_shape(xp, mean, variance)
     scale = mean * (1.0 - shape)
     curved = (shape > 1e-6) | (shape < -1e-6)  # else the formula is 0 / 0
@@ -36,17 +37,17 @@ def pareto(xp: Any, mean: Array, variance: Array, share: Array) -> Array:
 
 
 def pareto_shape(xp: Any, mean: Array, variance: Array) -> Array:
-    """xi of a generalised Pareto law by its moments; without variance 0, the exponential law."""
+    """The shape xi of a generalised Pareto distribution, by its moments; 0 (exponential) if mean or variance is 0."""
     spread = (variance > 1e-9 * mean * mean) & (mean > 0)
     shape = 0.5 - 0.5 * mean * mean / xp.where(spread, variance, 1.0)
     return xp.where(spread, xp.minimum(xp.maximum(shape, -5.0), 0.499), 0.0)
 
 
 def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) -> Array:
-    """Magnitudes with a gamma law; ``log``: the mean of ln((x + `SMALLEST` * norm) / mean), at most about 0.
+    """The threshold for gamma-distributed magnitudes x.
 
-    ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high for shapes below 1: it
-    drops the factor x ** (shape - 1).
+    ``log``: the mean of ln((x + `SMALLEST` * norm) / mean), at most about 0. ``closed``: use the paper's closed form,
+    scale * -(share + lnGamma(shape)), which is too high for shapes below 1: it drops the factor x ** (shape - 1).
     """
     fits = (log < -1e-6) & (log > -1e6)
     shape = xp.where(fits, gamma_shape(xp, xp.where(fits, log, -1.0)), 1.0)
@@ -56,7 +57,7 @@ def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) 
 
 
 def gamma_shape(xp: Any, log: Array) -> Array:
-    """The shape of a gamma law, by Minka's approximation of the maximum likelihood, clamped to 0.01 .. 100."""
+    """The shape of a gamma distribution, by Minka's approximation of the maximum likelihood, clamped to 0.01 .. 100."""
     z = -log
     return xp.minimum(xp.maximum((3.0 - z + xp.sqrt((z - 3.0) * (z - 3.0) + 24.0 * z)) / (12.0 * z), 0.01), 100.0)
 
@@ -70,7 +71,7 @@ def gamma_quantile(xp: Any, shape: Array, share: Array) -> Array:
     upper = xp.exp(share)
     lower = 1.0 - upper
     less = shape - 1.0
-    # Shapes above 1: the cube of a normal number. Up to 1: the power x ** shape near zero, an exponential tail above.
+    # Starting points. Shapes above 1: a normal quantile's cube. Up to 1: a power near zero, a logarithm in the tail.
     rest = xp.minimum(upper, lower)
     t = xp.sqrt(-2.0 * xp.log(rest))
     normal = (2.30753 + t * 0.27061) / (1.0 + t * (0.99229 + t * 0.04481)) - t

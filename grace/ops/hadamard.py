@@ -1,6 +1,6 @@
 """Random rotations of blocks: random signs, then a Walsh-Hadamard transform. Written over a backend.
 
-A rotation spreads a block's content evenly over its elements, which then look normally distributed.
+A rotation spreads large elements of a block over all its elements, which are then approximately normally distributed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from grace.core import Array, Context
 from grace.ops.blocks import LARGEST
 
-STREAMS = 32  # one per bit of a random word
+STREAMS = 32  # number of different rotations: one per bit of a random word
 
 
 def check_width(key: str, width: int) -> None:
@@ -20,13 +20,16 @@ def check_width(key: str, width: int) -> None:
 
 
 def width_of(ctx: Context, block: int) -> int:
-    """Elements per block on the wire: ``block``, or for a smaller tensor the next power of two (at least 8)."""
+    """Elements per block on the wire: ``block``, or for a smaller tensor the next power of two, at least 8."""
     # A chunk that begins inside a tensor belongs to a tensor of several blocks.
     return min(block, max(8, 1 << (ctx.size - 1).bit_length())) if ctx.offset == 0 and ctx.size else block
 
 
 def hadamard(xp: Any, rows: Array) -> Array:
-    """[m, d] -> [m, d]: the Walsh-Hadamard transform of each row, d a power of two; twice is d times the row."""
+    """[m, d] -> [m, d]: the Walsh-Hadamard transform of each row; applied twice, it gives d times the row.
+
+    d is a power of two.
+    """
     m, d = xp.shape(rows)
     if m == 0:
         return rows
@@ -41,9 +44,10 @@ def hadamard(xp: Any, rows: Array) -> Array:
 
 
 def signs(xp: Any, words: Array, streams: Array, d: int) -> Array:
-    """float32[m, d], -1 or 1: bit ``31 - streams[i]`` of the random words int32[m * d], for row i.
+    """float32[m, d] of -1 and 1: in row i, bit ``31 - streams[i]`` of the random words int32[m * d].
 
-    The words are equal on all workers, but workers with different streams rotate independently.
+    ``streams``: [m], each row's number in 0 .. `STREAMS` - 1. The words are equal on all workers, but workers with
+    different streams rotate independently.
     """
     table = xp.reshape(words, (-1, d))
     negative = xp.shift_left(table, xp.reshape(xp.cast(streams, "int32"), (-1, 1))) < 0

@@ -1,8 +1,9 @@
-"""Codings of ascending positions on the wire, written over a backend: fewer bits than int32 for many positions.
+"""Codings of ascending positions on the wire, in fewer bits than int32 if there are many. Written over a backend.
 
-"int32": 32 bits each. "bitmap": one bit for each of the n elements, smaller beyond n / 32 positions. "elias_fano": for
-a known number k of positions, about 2 + log2(n / k) bits each; the lower bits verbatim, the upper ones as gaps in
-unary. Elias, "Efficient storage and retrieval by content and address of static files", JACM 1974; Fano, 1971.
+"int32": 32 bits per position. "bitmap": one bit for each of the n elements, which is smaller for more than n / 32
+positions. "elias_fano": for a known number k of positions, about 2 + log2(n / k) bits each: the lower bits verbatim,
+the differences of the upper bits in unary.
+Elias, "Efficient storage and retrieval by content and address of static files", JACM 1974; Fano, 1971.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ CODINGS = ("int32", "bitmap", "elias_fano")
 
 
 def choose(coding: str, n: int, k: int) -> str:
-    """The coding itself, or for "auto" the smallest one."""
+    """The name of the coding; for "auto", that of the smallest one."""
     return min(CODINGS, key=lambda each: nbytes(each, n, k)) if coding == "auto" else coding
 
 
 def nbytes(coding: str, n: int, k: int) -> int:
-    """Bytes of k positions in 0 .. n-1."""
+    """Number of bytes that encode k positions in 0 .. n-1."""
     if coding == "int32":
         return 4 * k
     if coding == "bitmap":
@@ -37,7 +38,7 @@ def arrays(coding: str, n: int, k: int) -> int:
 
 
 def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) -> tuple[Array, ...]:
-    """int32[k], ascending and distinct, in 0 .. n-1 -> wire arrays; only "elias_fano" needs k."""
+    """Encode positions, int32[k], ascending and distinct in 0 .. n-1, as wire arrays. Only "elias_fano" needs k."""
     if coding == "int32":
         return (positions,)
     if coding == "bitmap":
@@ -53,7 +54,7 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
 
 
 def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
-    """The inverse of `write`. ValueError for arrays of other lengths; the caller must check the positions."""
+    """The inverse of `write`: int32[k]. ValueError for arrays of wrong lengths; the caller must check the positions."""
     if coding == "int32":
         return sent[0]
     if coding == "bitmap":
@@ -69,27 +70,30 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
 
 
 def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
-    # int32[k]: the positions of the set bits among n.
+    # int32[k]: the positions of the bits that are set, among n packed bits.
     found = xp.nonzero(xp.bits.unpack(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
     return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
 
 
 def widths(n: int, k: int) -> tuple[list[int], int]:
-    """Widths of the planes of lower bits (at most a byte each), and the length of the upper bits' unary code."""
+    """For "elias_fano": the bits per position in each array of lower bits, 8 at most; the bits of the unary code."""
     lower = max(0, (n // k).bit_length() - 1) if k else 0
     upper = k + (max(n - 1, 0) >> lower)
     return [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0), upper if k else 0
 
 
 def narrow(xp: Any, places: Array, width: int) -> tuple[Array, ...]:
-    """int32[k] in 0 .. width-1, in any order -> their lower bytes, and the packed bits above; width <= 2**16."""
+    """Encode places, int32[k] in 0 .. width-1 in any order: the lower bytes, and the bits above them packed.
+
+    width <= 2**16. If it is at most 256, there is only the first array.
+    """
     above = max(0, (width - 1).bit_length() - 8)
     low = xp.cast(xp.bitwise_and(places, 255), "uint8")
     return (low, pack(xp, above, xp.shift_right(places, 8))) if above else (low,)
 
 
 def widen(xp: Any, sent: tuple[Array, ...], width: int, k: int) -> Array:
-    """The inverse of `narrow`. ValueError for other lengths, and for places not below width."""
+    """The inverse of `narrow`: int32[k]. ValueError for wrong lengths, and for places that are not below ``width``."""
     above = max(0, (width - 1).bit_length() - 8)
     places = xp.cast(fitting(xp, sent[0], "uint8", k, "places"), "int32")
     if above:

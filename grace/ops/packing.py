@@ -1,7 +1,7 @@
-"""Packing of small integer codes, written over a backend: b-bit codes take b bits, and five trits a byte.
+"""Packing of small integer codes: b bits for a b-bit code, a byte for five trits. Written over a backend.
 
-Little-endian inside a byte and in groups: eight codes of b bits fill b bytes, element j of a group at bit j*b.
-Tail bits are zero.
+Eight codes of b bits fill b bytes, in little-endian order: code j of such a group begins at bit j * b. Unused bits at
+the end are zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from grace.core import Array
 from grace.ops.validate import fitting
 
 WORDS = {2: "int16", 4: "int32"}
-"""Integers with this many bytes."""
+"""Integer dtypes by their number of bytes."""
 
 
 def packed_size(bits: int, n: int) -> int:
@@ -79,9 +79,9 @@ def packed_trits(n: int) -> int:
 
 
 def pack_trits(xp: Any, trits: Array) -> Array:
-    """int32[n] of -1, 0 and 1 -> uint8[`packed_trits`(n)], 0 .. 242, element j of five in the digit of 3**j.
+    """int32[n] of -1, 0 and 1 -> uint8[`packed_trits`(n)], 0 .. 242: the sum of (trit + 1) * 3**j over j = 0 .. 4.
 
-    The tail is padded with zeros; five zeros are the byte 121.
+    The last five are padded with zeros; five zeros become the byte 121.
     """
     rows = xp.reshape(xp.pad(trits, packed_trits(xp.shape(trits)[0]) * 5), (-1, 5))
     return xp.cast(sum((rows[:, i] * 3**i for i in range(1, 5)), rows[:, 0] + 121), "uint8")

@@ -1,4 +1,4 @@
-"""Weighted sums of gradients and state. Written over a backend."""
+"""Weighted sums of gradients and state arrays. Written over a backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Checks of payloads from other workers. They raise ValueError; `grace.core.errors.sent_by` adds the sender.
 
-dtypes and lengths are known without reading values, so checking them is nearly free; if a graph knows a length only at
-run time, the graph checks it. Values that address memory are checked on hosts and in graphs, but not on devices, which
-would need a synchronisation: a device checks the indices of its memory itself.
+Dtypes and lengths are known without reading values, so checking them is nearly free; a length that a graph knows only
+at run time is checked in the graph. Values used as indices are checked on hosts and in graphs. On devices the check
+would need a synchronisation and is left out: a device's indexing operations check their indices themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from grace.core import Array
 
 
 def fitting(xp: Any, array: Array, dtype: str, shape: int | tuple[int, ...], what: str) -> Array:
-    """The array itself, if it has this dtype and shape (of a vector: length)."""
+    """Return the array if it has this dtype and shape; a number as ``shape`` is a vector's length."""
     wanted = (shape,) if isinstance(shape, int) else shape
     found = xp.shape(array)
     if xp.dtype(array) == dtype and found == wanted:
@@ -28,7 +28,7 @@ def fitting(xp: Any, array: Array, dtype: str, shape: int | tuple[int, ...], wha
 def matching(
     xp: Any, array: Array, dtype: str, other: Array, what: str, times: int = 1, row: tuple[int, ...] = ()
 ) -> Array:
-    """The array itself, if it has this dtype, this row shape, and ``times`` as many rows as the other one."""
+    """Return the array if it has this dtype, rows of shape ``row``, and ``times`` times as many rows as ``other``."""
     if xp.dtype(array) != dtype or xp.shape(array)[1:] != row:
         raise ValueError(f"its {what} are {dtype}{['?', *row]}, not {xp.dtype(array)}{list(xp.shape(array))}")
     found, wanted = xp.shape(array)[0], xp.shape(other)[0]
@@ -41,14 +41,14 @@ def matching(
 
 
 def typed(xp: Any, array: Array, dtype: str, what: str) -> Array:
-    """The array itself, if it is a vector of this dtype, of any length."""
+    """Return the array if it is a vector of this dtype, of any length."""
     if xp.dtype(array) != dtype or len(xp.shape(array)) != 1:
         raise ValueError(f"its {what} are {dtype}[?], not {xp.dtype(array)}{list(xp.shape(array))}")
     return array
 
 
 def placed(xp: Any, positions: Array, n: int) -> Array:
-    """int32[K] itself, if it may index n elements: strictly ascending in 0 .. n-1."""
+    """Return the positions, int32[K], if they are valid for n elements: strictly ascending in 0 .. n-1."""
     if xp.dtype(positions) != "int32":
         raise ValueError(f"its positions are int32, not {xp.dtype(positions)}")
     return xp.sound(positions, lambda: xp.ascending(positions, n), f"its positions do not ascend within 0 .. {n - 1}")

@@ -11,21 +11,21 @@ from grace.core import Compressor
 from grace.core.policy import Decision, Level, Policy, level_of, number, own_level
 from grace.core.registry import register
 
-LOW, HIGH = 0, 1  # levels of compression
+LOW, HIGH = 0, 1  # levels of low and of high compression
 MODEL = "(model)"  # key of the norm over all tensors
 
 
 def critical(before: float | None, now: float, eta: float) -> bool:
-    """Whether the norm of an epoch's summed gradient changed by at least a fraction ``eta`` since the last window.
+    """Whether the norm of an epoch's summed gradient changed by at least a fraction ``eta``.
 
-    Also True if unknown: before the first window, and after zero, NaN or infinity.
+    ``before``: the norm one window earlier; None: unknown, which gives True, as do 0, NaN and infinity.
     """
     return before is None or before == 0 or not abs(before - now) / before < eta
 
 
 @dataclass(frozen=True)
 class Detector(Policy):
-    """Base of Accordion's modes: norms every ``window`` epochs, and the rule for falling learning rates."""
+    """Base class of both Accordion policies: watches norms every ``window`` epochs; detects falling learning rates."""
 
     eta: float = 0.5
     window: int = 10
@@ -44,7 +44,7 @@ class Detector(Policy):
         return epoch % self.window == 0
 
     def falls(self, lr: float | None, next_lr: float | None) -> bool:
-        """Whether the learning rate falls now, if ``lr_rule`` is set."""
+        """Whether the learning rate falls after this epoch; always False without ``lr_rule``."""
         return self.lr_rule and lr is not None and next_lr is not None and next_lr < lr
 
 
@@ -53,15 +53,15 @@ class Detector(Policy):
 class Accordion(Detector):
     """Compress lightly while gradients change fast, as early in training and after the learning rate falls.
 
-    Every ``window`` epochs each tensor's gradients, summed over the epoch, are compared with those of the last window:
-    if the norm changed by a fraction of at least ``eta``, the tensor gets level ``k_low``, else ``k_high``. When the
-    learning rate falls (``lr_rule``), all tensors get ``k_low`` until the next comparison. For a rate that falls in
-    every epoch, set ``lr_rule=False``.
+    Every ``window`` epochs the norm of each tensor's gradients, summed over the epoch, is compared with that of the
+    last comparison: if it changed by a fraction of at least ``eta``, the tensor gets level ``k_low``, else ``k_high``.
+    When the learning rate falls (``lr_rule``), all tensors get ``k_low`` until the next comparison. For a rate that
+    falls in every epoch, set ``lr_rule=False``.
     ``k_low``, ``k_high``: the levels of low and of high compression: fields of the compressor, such as
     ``{"compress_rank": 2}``, or a number for its main field; without ``k_high``: the compressor unchanged.
     ``granularity``: "layer", or "model": one level for all tensors, from their joint norm.
-    ``norm_source``: "rank0": worker 0's own gradients, as in the paper; "mean": every worker's own, with their
-    squared norms averaged; "aggregated": the means that all workers receive. NaN on an observed worker: low
+    ``norm_source``: "rank0": worker 0's own gradients, as in the paper; "mean": every worker's own gradients, whose
+    squared norms are averaged; "aggregated": the means that all workers receive. A norm that is NaN leads to low
     compression.
     Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification",
     MLSys 2021, arXiv:2010.16248, algorithm 1.
@@ -108,13 +108,13 @@ class Accordion(Detector):
 @register("accordion_batch")
 @dataclass(frozen=True)
 class AccordionBatch(Detector):
-    """Small batches while gradients change fast, and large ones from the first calm window on.
+    """Use small batches while gradients change fast, and large ones from the first calm window on.
 
-    A large batch accumulates the gradients of ``batch_growth`` batches before an exchange, which reduces the messages
-    by this factor. There is one decision for the whole model, by the rule of `Accordion`: from small to large, never
-    back, and not in an epoch in which the learning rate falls (``lr_rule``). The decision includes the factor by which
-    linear scaling raises the learning rate. For loops that accumulate ``grace.decision.micro_steps`` batches, as
-    PyTorch's do. Agarwal et al., as `Accordion`, section 4.3.
+    A large batch accumulates the gradients of ``batch_growth`` batches before an exchange, which divides the number of
+    messages by this factor. There is one decision for the whole model, by the rule of `Accordion`: from small to large,
+    never back, and not in an epoch in which the learning rate falls (``lr_rule``). The decision includes the factor by
+    which linear scaling raises the learning rate. The training loop must accumulate ``grace.decision.micro_steps``
+    batches, as loops in PyTorch can. Agarwal et al., as `Accordion`, section 4.3.
     """
 
     batch_growth: int = 8
@@ -145,5 +145,5 @@ class AccordionBatch(Detector):
 
 
 def _norm(norms: Mapping[str, float]) -> float:
-    # Norm of the whole model. hypot does not overflow; infinity wins over NaN, which is equally critical.
+    # Norm of the whole model. hypot does not overflow. Of infinity and NaN it returns infinity: both count as critical.
     return math.hypot(*norms.values())

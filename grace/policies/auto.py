@@ -1,4 +1,4 @@
-"""Chooses the method that is expected to reach a given quality first."""
+"""A policy that chooses the method which is expected to reach a given quality first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.policy import Decision, Forecast, Level, Noise, Policy, number
 from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
-"""Levels: dense gradients; dense gradients plus the residuals that memories still hold; the first candidate."""
+"""Level indices: dense gradients; dense gradients plus the residuals that memories still hold; the first candidate."""
 CANDIDATES = (
     "fp16",
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic"},
@@ -29,13 +29,13 @@ COARSE = (
     {"compressor": "topk", "compress_ratio": 0.1},
     {"compressor": "topk", "compress_ratio": 0.01},
 )
-"""Further candidates for effort "fast". The noise of these exceeds the other limits in nearly all trainings, and their
-trials cost progress."""
+"""Further candidates, only for effort "fast". Their noise exceeds the limits of the other efforts in nearly all
+trainings, where trying them would cost progress for nothing."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
-"""The largest noise ratio that a method may have.
+"""The largest noise ratio that a method may have, by effort.
 
-In five short trainings eden of 2 bits, with ratios of 0.13 to 0.22 in the first steps, ended up to 6.5 % below dense
-gradients, and methods below 0.1 within 2.5 % (docs/guide.md).
+In five short trainings eden of 2 bits, with ratios of 0.13 to 0.22 in the first steps, ended with a quality up to 6.5 %
+below that of dense gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/guide.md).
 """
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
@@ -54,18 +54,18 @@ It roughly fits short trainings of the same Transformer (docs/guide.md, `python 
 many steps as dense gradients.
 """
 EARLY = 10
-"""Steps of the first measurement of the chosen method's noise; each later one lasts twice as long, up to
-``watch_steps``."""
+"""Number of steps after which the noise of a chosen method is checked for the first time. The interval doubles after
+each check, up to ``watch_steps``."""
 WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
 
 def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
-    """The noise that an exchange adds to the mean of a model, relative to the mean's own sampling noise; at most WORST.
+    """The noise that an exchange adds to the mean gradient, relative to the mean's own sampling noise; at most WORST.
 
-    For a method with error feedback it is instead the ratio of the squared norms of the held-back and the sent part,
-    which models the number of steps by which a gradient is late on average: if a fraction d is sent in each step, (1 -
-    d) / d. For long trainings this model is too strict. Errors that are sent later do not add up as noise does, and in
+    For a method with error feedback it is instead the squared norm of the part held back over that of the part sent.
+    This models the number of steps by which a gradient is late on average: (1 - d) / d if a fraction d is sent in each
+    step. For long trainings this model is too strict. Errors that are sent later do not add up as noise does, and in
     theory 1 / d appears only in a term that vanishes faster than the noise term (Stich and Karimireddy, "The
     Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and Compressed Communication", 2019,
     arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike.
@@ -81,18 +81,18 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Try methods in the first steps of a training, and continue with the one of most expected progress per second.
+    """Try methods in the first steps of a training, and continue with the one that promises most progress per second.
 
-    Whole steps are timed, including the model's computation, on the slowest worker; the same steps measure the noise
-    that the exchange adds (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with noise
-    ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. The noise is measured
-    further: if it exceeds the limit of ``effort``, the policy chooses again, assuming that the noise of all methods
-    grew by the same factor.
+    Whole steps are timed, including the model's computation, on the slowest worker; in the same steps the noise that
+    the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
+    noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Its noise is
+    measured again later: if it exceeds the limit of ``effort``, the policy chooses again, assuming that the noise of
+    all methods grew by the same factor.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
-    sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, those of the
-    same compressor with a larger error (by `Compressor.contraction` or `variance`) are not tried. After a change of the
-    number of workers the trials start again.
+    sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
+    the same compressor and no smaller error (by `Compressor.contraction` or `variance`) are not tried. After a change
+    of the number of workers the trials start again.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
     communicator and their parameters). Their memory is "residual" or "none". None: `CANDIDATES`, and with effort "fast"
@@ -160,7 +160,7 @@ class Auto(Policy):
     ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
-            # If steps were made before, send the residuals of memories first.
+            # If the number of workers changed during training, first send the residuals that memories hold.
             first = FLUSH if memo else DENSE
             return _at(decision, first, {"workers": workers, "seconds": {}, "chosen": None, "noise": {}, "left": {}})
         if level == FLUSH:
@@ -176,7 +176,7 @@ class Auto(Policy):
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
     def _watched(self, decision: Decision, ratio: float) -> Decision:
-        # Choose again if the noise of the chosen method has grown beyond the limit of `effort`.
+        # The decision after a check of the chosen method's noise: choose again if it exceeds the limit of `effort`.
         memo, level = decision.memo, _current(decision)
         if ratio <= EFFORTS[self.effort]:
             watched = memo.get("watched", 0)
@@ -193,13 +193,14 @@ class Auto(Policy):
         return _at(decision, FLUSH if flush else level, memo)
 
     def _order(self) -> list[int]:
-        # The order of the trials: residuals of one method must not count as noise of a method without error feedback.
+        # The levels in the order of their trials. Methods with error feedback come last: their residuals would count as
+        # noise of a later method without it.
         tried = range(FIRST, FIRST + len(self.candidates))
         return [DENSE, *sorted(tried, key=self._feeds_back)]
 
     def _next(self, level: int, memo: Mapping[str, Any]) -> int | None:
-        # The next level to try: not one whose error is known to exceed that of the same compressor at a level whose
-        # noise was too large already.
+        # The next level to try; None if there is none. Skips levels whose compressor was already too noisy at another
+        # level with an error bound at most as large.
         order = self._order()
         limits: dict[str, float] = {}
         for key, ratio in memo["noise"].items():
@@ -213,7 +214,7 @@ class Auto(Policy):
         return None
 
     def _error(self, level: int) -> tuple[str, float] | None:
-        # The compressor's name and its bound on the relative squared error, if it has one.
+        # The name of a level's compressor, and its bound on the relative squared error; None if it has no bound.
         compressor = triple(self.candidates[level - FIRST])[0].compressor
         contraction, variance = compressor.contraction(2**16), compressor.variance(2**16)
         if contraction is not None:

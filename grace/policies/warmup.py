@@ -1,4 +1,4 @@
-"""A high ratio at first, lowered from epoch to epoch."""
+"""A policy that begins with a high ratio and lowers it from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class Warmup(Policy):
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
-        level = (epoch + 1) // self.warmup_epochs  # after the last reduction its level stays
+        level = (epoch + 1) // self.warmup_epochs  # too large an index selects the last level
         return replace(decision, levels=dict.fromkeys(decision.levels, level))

@@ -11,9 +11,9 @@ NAMES = ("local", "torch", "horovod")
 def get_transport(name: str | Transport | None = None) -> Transport:
     """A transport by name, or the initialised one.
 
-    Raises RuntimeError if none is initialised but the launcher (or "torch"/"horovod") asks for more than one worker.
-    Without either, it returns a single worker, whose first exchange raises RuntimeError if a group of several workers
-    was created meanwhile.
+    Raises RuntimeError if none is initialised, but the name is "torch" or "horovod", or the launcher asks for several
+    workers. If nothing asks for them, it returns a single worker, whose first exchange raises RuntimeError if a group
+    of several workers was created meanwhile.
     """
     if isinstance(name, Transport):
         return name

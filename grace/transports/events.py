@@ -12,13 +12,13 @@ EPOLL = ("ep_poll", "do_epoll_wait")
 CLOCK = ("hrtimer_nanosleep",)
 """Kernel function in which a thread sleeps for a time."""
 LOOKS = 3
-"""Number of checks, a millisecond apart: a thread that handles an event is not waiting at that moment."""
+"""Number of checks, a millisecond apart: a thread that handles an event at one check may be waiting at the next."""
 POLLS = 8
-"""Number of checks for a polling thread; it must have gone to sleep in half of them."""
+"""Number of checks if polling threads are sought: these go to sleep at least half as often in that time."""
 
 
 def settle(polling: bool = False) -> int:
-    """Make this process's threads that wait for events batch threads. Returns the number changed.
+    """Turn those threads of this process that wait for network events into batch threads. Returns the number changed.
 
     On a shared core, such a thread preempts a compute thread when an event arrives. If the compute thread is about to
     send, it holds the connection's lock, and gloo's thread polls for it until its time slice ends. A batch thread

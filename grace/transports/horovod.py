@@ -1,4 +1,7 @@
-"""Horovod for PyTorch and TensorFlow. It matches collectives by name, so tensors of both cannot be mixed."""
+"""Horovod for PyTorch and TensorFlow.
+
+It matches collectives by name, so an exchange cannot mix tensors of the two toolkits.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +84,11 @@ def elastic() -> bool:
 
 
 POLL_SECONDS = 0.0005
+"""Seconds between two checks of whether an operation has ended."""
 SWAPPED = 2**14
-"""Bytes from which two workers gather by a sum."""
+"""Message size in bytes from which two workers gather by an allreduce (`TorchHorovod._swap`)."""
 SETS: dict[tuple[int, ...], Any] = {}
-"""Process sets created here, by their workers: Horovod rejects duplicates."""
+"""Process sets created here, by their workers' ranks. They are used again, since Horovod rejects duplicates."""
 
 
 class _BoundHorovod(MessageTransport):
@@ -114,7 +118,7 @@ class _BoundHorovod(MessageTransport):
         return rank if ranks is None else ranks[rank]
 
     def among(self, ranks: list[int]) -> MessageTransport:
-        # All workers create process sets together, so they exchange their ranks.
+        # All workers must create every process set together, so each one sends the ranks of its own set to all.
         groups = {tuple(json.loads(text)) for text in self.exchange(json.dumps(ranks))}
         for group in sorted(groups):
             world = tuple(self.root(rank) for rank in group)
@@ -131,7 +135,7 @@ class _BoundHorovod(MessageTransport):
 
     @abstractmethod
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        """`reduce`, for dtypes that Horovod can sum."""
+        """`reduce`, for dtypes and operations that Horovod supports."""
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         dtype = self.xp.dtype(buffer)
@@ -139,8 +143,8 @@ class _BoundHorovod(MessageTransport):
             return self._reduce_in_two(buffer, name)
         if dtype not in ("int8", "uint8") or op != "sum":
             return self.reduce_wide(buffer, op, name)
-        # Horovod sums no bytes, so pack four 8-bit lanes into an int32. No sum exceeds 127 in magnitude, so lanes
-        # shifted to 0 .. 254 never carry into each other: still one byte per element on the wire.
+        # Horovod cannot sum 8-bit integers, so pack four 8-bit lanes into an int32: still one byte per element on the
+        # wire. Lanes never carry into each other: int8 sums have magnitudes up to 127, so shifted sums are 0 .. 254.
         xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size if dtype == "int8" else 0
         lanes = xp.cast(xp.cast(buffer, "int32") + shift, "uint8")
         wait = self.reduce_wide(xp.bitcast(xp.pad(lanes, -(-n // 4) * 4), "int32"), op, name)
@@ -152,8 +156,8 @@ class _BoundHorovod(MessageTransport):
         return finish
 
     def _reduce_in_two(self, buffer: Array, name: str) -> Wait:
-        # Horovod has no bfloat16: each worker sums its share in float32 and sends it to all workers as bytes, with the
-        # volume of an allreduce.
+        # Horovod has no bfloat16: each worker sums one part of the buffer in float32 and sends the sum to all workers
+        # as bytes. The volume is that of an allreduce.
         xp, n = self.xp, self.xp.shape(buffer)[0]
         each = -(-n // self.size)
         shares = xp.split(xp.pad(buffer, each * self.size), [each] * self.size)
@@ -206,8 +210,8 @@ class TorchHorovod(_BoundHorovod):
 
     def _swap(self, buffer: Array, name: str) -> Wait:
         # Between two workers gloo's allgather is half-duplex: a receiver's ready message queues behind its own data.
-        # An allreduce is full-duplex at the same volume: sum the buffers as wrapping int32 and subtract one's own to
-        # recover the peer's.
+        # An allreduce is full-duplex at the same volume: sum the buffers as int32 that wrap around, and subtract this
+        # worker's buffer to recover the other one.
         xp, n = self.xp, buffer.shape[0]
         mine = xp.zeros(-(-n // 4), "int32")
         xp.bitcast(mine, "uint8")[:n] = buffer
@@ -252,7 +256,7 @@ class TensorflowHorovod(_BoundHorovod):
 
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         super().__init__(xp, hvd, process_set, rank, size)
-        self._unseen: list[Any] = []  # empty slices of results that this worker may ignore
+        self._unseen: list[Any] = []  # empty slices of results that nothing on this worker may use
         self._caller: _Caller | None = None
 
     @property
@@ -296,8 +300,8 @@ class TensorflowHorovod(_BoundHorovod):
         return lambda: result
 
     def _with_unseen(self, buffer: Array) -> Array:
-        # A graph drops messages whose results this worker ignores, but the others wait for them; control dependencies
-        # do not keep them. So append an empty slice of these results to the next message.
+        # A graph drops operations whose results this worker does not use, even with control dependencies, while the
+        # other workers wait for its messages. So append empty slices of such results to the next message.
         import tensorflow as tf
 
         unseen, self._unseen = self._unseen, []
@@ -325,7 +329,7 @@ class TensorflowHorovod(_BoundHorovod):
         splits = self.xp.cast(self.xp.lengths(buffers), "int32")
         buffer = self._with_unseen(self.xp.concat(buffers))
         received, sizes = self._run(self._hvd.alltoall, buffer, splits, name=name)
-        self._unseen.append(received[tf.size(received) :])  # this worker may have no shard
+        self._unseen.append(received[tf.size(received) :])  # unused if this worker has no shard
         return lambda: tf.split(received, tf.reshape(sizes, (self.size,)), num=self.size)
 
 
@@ -339,7 +343,7 @@ class _Caller:
         threading.Thread(target=_serve, args=(self._calls, self._results), daemon=True, name="grace").start()
 
     def call(self, function: Any, timeout: float) -> Any:
-        """The function's result or exception. After a TimeoutError this object must not be used again."""
+        """Return the function's result, or raise its exception. After a TimeoutError do not use this object again."""
         self._calls.put(function)
         try:
             result, error = self._results.get(timeout=min(timeout, threading.TIMEOUT_MAX))

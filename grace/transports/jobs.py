@@ -1,4 +1,4 @@
-"""Reads which job a process belongs to from the variables of its launcher. Opens no connection."""
+"""Reads from a launcher's environment variables which job this process belongs to. Opens no connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PORT = 29500
-"""The port of torchrun, where no variable names a job."""
+"""The port if no variable names a port or a job: torchrun's default."""
 VARIABLES = {
     "torchrun": (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -27,7 +27,7 @@ VARIABLES = {
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "network": ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 }
-"""The variables that `detect` reads, and those of the network, by launcher."""
+"""Names of environment variables, by launcher: those that `detect` reads, and those of the network."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Job:
 
     launcher: str
     variables: tuple[str, ...]
-    """The variables that told rank and size."""
+    """The names of the variables that gave rank and size."""
     rank: int
     size: int
     local_rank: int
@@ -51,7 +51,7 @@ class Job:
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """The hosts of a SLURM node list, in order: ``n[001-003,7],m1`` has n001, n002, n003, n7 and m1.
+    """The hosts in a SLURM node list, in order: for ``n[001-003,7],m1`` n001, n002, n003, n7 and m1.
 
     Raises ValueError for text that is no such list.
     """
@@ -62,7 +62,7 @@ def expand_nodes(nodes: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The numbers of tasks of SLURM's nodes: ``2(x3),1`` has 2, 2, 2 and 1. ValueError for other text."""
+    """The number of tasks on each of SLURM's nodes: for ``2(x3),1`` 2, 2, 2 and 1. ValueError for other text."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -73,7 +73,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
-    """The job that the variables describe, in this order: torchrun, horovodrun, SLURM, Open MPI, PMI.
+    """The job that the variables of the first launcher found describe: torchrun, horovodrun, SLURM, Open MPI, or PMI.
 
     None without a launcher. Raises RuntimeError, naming variable and remedy, if a variable is missing or contradicts
     another one.
@@ -180,8 +180,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _address(environ: Mapping[str, str], launcher: str, size: int, nodes: str) -> str:
-    # Without the address of rank 0, workers could not meet. With this host as a fallback, each worker would form a
-    # world of one.
+    # Without the address of rank 0 workers cannot find each other. This host is no fallback: each host would choose
+    # itself.
     if address := environ.get("MASTER_ADDR", ""):
         return address
     if nodes:
@@ -195,7 +195,7 @@ def _address(environ: Mapping[str, str], launcher: str, size: int, nodes: str) -
 
 
 def _port(environ: Mapping[str, str], *jobs: str) -> int:
-    # Two jobs on a machine need two ports, and all workers of a job the same one.
+    # Two jobs on one machine need different ports, and all workers of a job need the same one.
     if "MASTER_PORT" in environ:
         return _number(environ, "MASTER_PORT")
     job = next((environ[name] for name in jobs if environ.get(name)), None)
@@ -205,7 +205,7 @@ def _port(environ: Mapping[str, str], *jobs: str) -> int:
 
 
 def _split(nodes: str) -> list[str]:
-    # At commas outside brackets.
+    # Split at commas outside brackets.
     parts, depth = [""], 0
     for character in nodes:
         depth += (character == "[") - (character == "]")

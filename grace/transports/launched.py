@@ -14,7 +14,7 @@ LAUNCHED = {
     "SLURM_STEP_NUM_TASKS": "torch.distributed.init_process_group()",
     "SLURM_NTASKS": "torch.distributed.init_process_group()",
 }
-"""Launcher variables with the number of workers, and the call that creates their group."""
+"""Maps each launcher's variable for the number of workers to the call that creates their group."""
 
 JOINED = (
     "a worker has called hvd.join(), which gives zeros for its gradients, and no exchange of GRACE can do without it: "
@@ -51,7 +51,7 @@ def refuse_launched() -> None:
         value = os.environ.get(key, "1")
         if key == "SLURM_NTASKS" and (
             "SLURM_PROCID" not in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-        ):  # the variable counts the allocation, in which a shell is one process
+        ):  # SLURM_NTASKS counts the allocation's tasks, but this process is a shell in it, not one of srun's tasks
             continue
         if value.isdigit() and int(value) > 1:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Workers in this process: a single one, or several in lockstep that exchange messages through memory."""
+"""Workers in this process: a single one, or several that run in lockstep and exchange messages through memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.transports.messages import MessageTransport, Wait
 
 
 class World:
-    """The memory that local workers share: their posted values by key."""
+    """What the workers of one process share: the values that they have posted, by key."""
 
     def __init__(self, size: int):
         self.size = size
@@ -60,7 +60,7 @@ class LocalTransport(MessageTransport):
         return [text] * self.size  # workers in one process share their settings
 
     def begin(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
-        # On a real network, programs that differ between workers would hang. Here the error names both sides.
+        # On a network, workers whose programs differ would hang. Here an error names both workers' collectives.
         self._round += 1
         if self.size == 1:
             return super().begin(collectives, f"{name}.{self._round}")
@@ -87,7 +87,7 @@ class LocalTransport(MessageTransport):
         ragged = getattr(collective, "ragged", False) or getattr(collective, "shapes", None) is not None
         details = [str(getattr(collective, field)) for field in ("op", "root") if hasattr(collective, field)]
         arrays = arrays_of(collective)
-        if isinstance(collective, AllToAll):  # all workers cut parts alike, except in neighbour exchanges
+        if isinstance(collective, AllToAll):  # parts have the same shapes on all workers, unless ``mutual``
             details.append(f"{len(collective.parts)} parts{' between neighbours' * collective.mutual}")
             arrays = () if collective.mutual else arrays
         shapes = [

@@ -1,6 +1,6 @@
 """Packs one round of many tensors' collectives into few messages.
 
-Gathers, broadcasts and exchanges travel as bytes: all arrays of all tensors in one buffer. Reductions travel as one
+Gathers, broadcasts and all-to-alls travel as bytes: all arrays of all tensors in one buffer. Reductions travel as one
 buffer per dtype and operation. A transport only needs to move such buffers.
 """
 
@@ -18,12 +18,13 @@ from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offse
 from grace.transports.packer import Packer
 
 Wait = Callable[[], Any]
+"""A function that waits for a transfer to end and returns its result."""
 CARRIED = 2**18
-"""Maximum bytes of sums that travel with a gather."""
+"""Maximum number of bytes in sums that travel with a gather."""
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves them: each method starts a transfer and returns its wait."""
+    """Packs collectives into buffers. A subclass moves them: its methods start a transfer and return a `Wait`."""
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -43,7 +44,7 @@ class MessageTransport(Transport):
         return part
 
     def late(self, name: str) -> TimeoutError:
-        """The error for workers that do not answer."""
+        """The error to raise if other workers do not answer in time. ``name``: the message's."""
         return TimeoutError(
             f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {name!r}: one of them is "
             "gone, stuck, or does something else. Its own output says why; if steps may take longer, raise timeout in "
@@ -52,14 +53,14 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:
-        """The transport of a subgroup that includes this worker. All workers call it together, for their own groups."""
+        """The transport of a group that includes this worker. All workers call it together, each for its own group."""
 
     def group_rank(self, group: str) -> int:
         return self.rank if group == "world" else self._groups[group].rank
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        """Wait returns the elementwise "sum", "min" or "max". The buffer is donated: it may become the result."""
+        """Wait returns the elementwise "sum", "min" or "max" over the workers. The buffer is donated."""
 
     @abstractmethod
     def gather(self, buffer: Array, name: str) -> Wait:
@@ -70,7 +71,7 @@ class MessageTransport(Transport):
         """As `gather`, for buffers of different sizes."""
 
     def gather_sized(self, buffer: Array, sizes: list[int], name: str) -> Wait:
-        """As `gather`, for buffers whose ``sizes``, by worker, are known to all workers."""
+        """As `gather`, for buffers of different ``sizes``, by worker, which all workers know."""
         return self.all_to_all([buffer] * self.size, sizes, name)
 
     @abstractmethod
@@ -83,7 +84,7 @@ class MessageTransport(Transport):
 
         def finish() -> Array:
             (length,) = self.xp.integers(size())
-            # The root uses a slice of its own buffer: otherwise a graph would drop its part of the first message.
+            # The root takes a slice of this length: a graph that does not use the length would drop the first message.
             room = buffer[:length] if self.rank == root else self.xp.zeros((length,), "uint8")
             return self.broadcast(room, root, name)()
 
@@ -106,7 +107,7 @@ class MessageTransport(Transport):
         return finish
 
     def check_workers(self) -> None:
-        """Raise RuntimeError if the workers have changed since this was made. Called in each round."""
+        """Raise RuntimeError if the workers have changed since this transport was made. Called in each round."""
 
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
         self.check_workers()
@@ -138,9 +139,9 @@ class MessageTransport(Transport):
         ]
 
     def _carried(self, collectives: Sequence[Collective]) -> tuple[Sequence[Collective], dict[int, Reduce]]:
-        # Small sums travel with the gathers of the same round, and every worker adds them up in rank order: this saves
-        # a message and its wait. Between two workers the volume is the same; between more it grows by at most a small
-        # part of the gathered bytes.
+        # Let small sums travel with the gathers of the same round: every worker gathers the terms and adds them up in
+        # rank order, which saves a message and its wait. Between two workers the volume is the same; between more it
+        # grows by a small part of the gathered bytes.
         xp = self.xp
         gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
         carried: dict[int, Reduce] = {}
@@ -180,18 +181,18 @@ class MessageTransport(Transport):
     def _packer(self) -> Packer:
         return Packer(self.xp, self.rank, self.size)
 
-    # -- one kind of collective each: pack and start; wait returns the result of each item ----------------------------
+    # -- a method for each kind of collective: packs the items, starts a transfer; wait returns each item's result -----
     def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
-        # One message per dtype: a mean is a sum with a division.
+        # One message per dtype: sums and means share it, since a mean is a sum divided by the number of workers.
         xp = self.xp
         arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
         waits: dict[str, Wait] = {}
         sizes: dict[str, list[Any]] = {}
-        divided: set[str] = set()  # dtypes whose buffers already hold means, or are divided as a whole
+        divided: set[str] = set()  # dtypes whose arrays need no division after the split
         for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
             mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
             sizes[dtype] = [self._length(array) for array, _ in mine]
-            if ITEMSIZE[dtype] == 2:  # half precision overflows in the sum: divide first
+            if ITEMSIZE[dtype] == 2:  # a sum in half precision may overflow: divide first
                 mine = [(array / self.size if mean else array, False) for array, mean in mine]
             parts = [array for array, _ in mine]
             buffer = xp.concat(parts) if len(parts) > 1 else xp.buffers.copy(parts[0])
@@ -215,7 +216,7 @@ class MessageTransport(Transport):
         return finish
 
     def _length(self, x: Array) -> Any:
-        # A graph may know a vector's length only at run time; it is equal on all workers.
+        # The length of a vector, equal on all workers; a graph may know it only at run time.
         (n,) = self.xp.shape(x)
         return self.xp.integers(self.xp.lengths([x]))[0] if n is None else n
 
@@ -240,8 +241,8 @@ class MessageTransport(Transport):
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
         packer = self._packer
-        # Unpack immediately in graphs: reading later could happen in one branch, whose tensors other branches cannot
-        # use.
+        # In graphs unpack immediately: views made later could belong to one branch of the graph, and other branches
+        # cannot use its tensors.
         if not self.xp.mutable:
             return _deal(items, [packer.unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):
@@ -269,7 +270,8 @@ class MessageTransport(Transport):
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         xp, packer, mutual = self.xp, self._packer, items[0].mutual
-        # Received parts are shaped like the part that this worker keeps; if ``mutual``, like the part that it sends.
+        # By sender: the worker whose part of ``parts`` has the shapes that this worker receives. By default that is
+        # this worker's own part; if ``mutual``, the part that it sends to the sender.
         like = [worker if mutual else self.rank for worker in range(self.size)]
         parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
         layouts = {worker: packer.layout(parts[worker]) for worker in set(like)}
@@ -336,7 +338,7 @@ class Alone(MessageTransport):
 
 
 def _kind(collective: Collective) -> tuple[Any, ...]:
-    # The key of a shared message: the name of the _start_ method, and the fields that must be equal.
+    # Collectives with the same key share a message: the name of the _start_ method, then the fields that must be equal.
     if isinstance(collective, Reduce):
         return ("reduce", "sum" if collective.op == "mean" else collective.op)
     if isinstance(collective, Gather):
@@ -349,7 +351,7 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
 
 
 def _collect(count: int, waits: list[tuple[list[int], Wait]]) -> Callable[[], list[Any]]:
-    # Merge several waits into one; each returns the results of some positions.
+    # Merge several waits into one that returns ``count`` results; each wait has the results of some positions.
     def wait() -> list[Any]:
         results: list[Any] = [None] * count
         for members, finish in waits:

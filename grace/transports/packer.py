@@ -1,4 +1,4 @@
-"""Arrays of many tensors in one byte buffer, and back."""
+"""Packs the arrays of many tensors into one byte buffer, and unpacks them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grace.core.gathered import Layout, nbytes, offsets
 
 
 class Packer(NamedTuple):
-    """Packs this worker's arrays, and unpacks those of others. ValueError, with the sender, for a wrong buffer."""
+    """Packs this worker's arrays, and unpacks other workers'. ValueError, naming the sender, for a wrong buffer."""
 
     xp: Any
     """The backend."""
@@ -38,25 +38,25 @@ class Packer(NamedTuple):
         return self.cut(buffer, layout)
 
     def check_size(self, buffer: Array, layout: Layout, sender: int) -> None:
-        """Raise unless a buffer has the size of its arrays."""
+        """Raise ValueError unless a buffer of worker ``sender`` has the size of the layout's arrays."""
         needed, (size,) = offsets(layout)[-1], self.xp.shape(buffer)
         if size is not None and size != needed:
             raise self._misfit(sender, f"has {size} bytes, and not {needed} as this worker's")
 
     def cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
-        """The arrays in a buffer, without a check."""
+        """The arrays in a buffer, whose size is not checked."""
         parts = self.xp.split(buffer, [nbytes(dtype, shape) for dtype, shape in layout])
         return tuple(self.xp.buffers.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
 
     # -- lengths that only their sender knows -----------------------------------------------------------------------
     def pack_ragged(self, arrays: Iterable[Array]) -> tuple[Array, Layout]:
-        """As `pack`, preceded by the lengths of the arrays; receivers know the rest of the layout."""
+        """As `pack`, with the lengths of the arrays before their bytes; receivers know the rest of the layout."""
         arrays = list(arrays)
         body, layout = self.pack(arrays)
         return self.xp.concat([self.xp.buffers.to_bytes(self.xp.lengths(arrays)), body]), layout
 
     def unpack_ragged(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
-        """The arrays in a buffer of `pack_ragged`. ``layout``: of this worker's own arrays."""
+        """The arrays in a buffer that `pack_ragged` made. ``layout``: that of this worker's own arrays."""
         xp, head = self.xp, 8 * len(layout)
         (size,) = xp.shape(buffer)
         if size is not None and size < head:
@@ -76,7 +76,8 @@ class Packer(NamedTuple):
         return self.cut(buffer[head:], tuple(sizes))
 
     def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
-        # bool scalar: the lengths add up to the rest of the buffer. Each is checked first, so that no product wraps.
+        # bool scalar: whether arrays of these lengths (``heads``) fill the rest of the buffer. Each length is checked
+        # on its own as well: the product of a huge one could wrap around.
         xp = self.xp
         (room,) = xp.integers(xp.lengths([buffer]) - 8 * len(widths))
         sound = xp.all((heads >= 0) & (heads <= room))

@@ -1,4 +1,4 @@
-"""torch.distributed: any process group, gloo or NCCL."""
+"""torch.distributed, with any process group of gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from grace.core import Array, Transport
 from grace.transports import events
 from grace.transports.messages import MessageTransport, Wait
 
-# The older name is deprecated, and the newer one is not available everywhere.
+# The older name is deprecated, and not all versions have the newer one.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 LARGE = 2**20
-"""Bytes from which CPU workers gather around a ring of their own instead of gloo's."""
+"""Message size in bytes above which CPU workers gather by `_gather_around` instead of gloo's own gather."""
 BETWEEN_TWO = 2**14
-"""The same between two workers, where gloo's gather is half-duplex: a receiver's ready message queues behind its
+"""As `LARGE`, but between two workers, where gloo's gather is half-duplex: a receiver's ready message queues behind its
 data."""
 TAGS = 2**20
-"""Number of tags for direct messages before they repeat; collectives use tag 0."""
+"""Number of tags of direct messages, after which they repeat; torch.distributed's own collectives use tag 0."""
 SMALL = 2**18
-"""Maximum bytes that CPU workers reduce directly: larger messages would flood a slow link."""
+"""Maximum size in bytes of a buffer that CPU workers reduce directly: larger messages would flood a slow link."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
@@ -37,7 +37,7 @@ OPS = {
 }
 
 PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-"""Counts direct collectives per process group, since several optimizers may share a group."""
+"""A counter of direct collectives for each process group, since several optimizers may share a group."""
 
 
 def _delta(seconds: float) -> timedelta:
@@ -82,7 +82,7 @@ class TorchDistributedTransport(MessageTransport):
 
     @property
     def ranks(self) -> list[int]:
-        """The group's workers, by their global ranks."""
+        """The global ranks of the group's workers."""
         return dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
 
     def bind(self, xp: Any) -> Transport:
@@ -100,14 +100,14 @@ class TorchDistributedTransport(MessageTransport):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        # Adapt gloo's own timeout, too: otherwise a worker that gives up could exit only after gloo's half an hour.
+        # Set gloo's own timeout as well: otherwise a worker that gives up could exit only after gloo's 30 minutes.
         self._timeout, self._limit = seconds, _delta(seconds)
         if hasattr(self._gloo, "_set_default_timeout"):
             self._gloo._set_default_timeout(self._limit)
 
     @property
     def _gloo(self) -> Any:
-        # The gloo backend for CPU tensors, if that is in use.
+        # The gloo backend for CPU tensors; None if another backend carries them.
         group = dist.group.WORLD if self._group is None else self._group
         return group._get_backend(torch.device("cpu")) if "cpu:gloo" in dist.get_backend_config(group) else None
 
@@ -122,7 +122,7 @@ class TorchDistributedTransport(MessageTransport):
         return self._group is None and machines * self.node_size == self.size
 
     def among(self, ranks: list[int]) -> TorchDistributedTransport:
-        # All workers create groups together, so they exchange their ranks.
+        # All workers must create every group together, so each one sends the ranks of its own group to all.
         groups = [json.loads(text) for text in self.exchange(json.dumps(ranks))]
         mine = None
         for group in sorted({tuple(group) for group in groups}):
@@ -169,7 +169,7 @@ class TorchDistributedTransport(MessageTransport):
             raise self._lost(name, error) from error
 
     def _lost(self, name: str, error: RuntimeError) -> Exception:
-        # gloo's own text names no worker. A lost worker is also noticed when something is sent to it.
+        # The exception for a failed transfer. gloo's own message names no worker. Sends fail, too, if a worker is lost.
         if "imed out" in str(error):
             return self.late(name)
         return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}")
@@ -180,10 +180,10 @@ class TorchDistributedTransport(MessageTransport):
         return super().gather_sized(buffer, sizes, name)
 
     def _gather_around(self, buffer: Array, sizes: list[int], name: str) -> Wait:
-        # Around a ring, as gloo's own gather, which takes about three times as long on a fast network: each worker
-        # forwards what it receives. Sending to all workers at once takes a seventh longer on a slow network, since
-        # streams that share a link leave it partly idle. Parts are forwarded in the wait, which all workers enter in
-        # the same order.
+        # Gather around a ring: each worker forwards what it receives. gloo's own gather does the same, but takes about
+        # three times as long on a fast network. Sending to all workers at once takes a seventh longer on a slow
+        # network, since streams that share a link leave it partly idle. Parts are forwarded in the wait; all workers
+        # enter their waits in the same order.
         parts = self._places(buffer, sizes)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # in order of arrival
         tag = self._next_tag(name)
@@ -202,8 +202,8 @@ class TorchDistributedTransport(MessageTransport):
 
     def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
         # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
-        # buffers. Here each worker reduces its share, in rank order, and sends it to all workers: two messages. Between
-        # two workers, each reduces everything: one message of the same volume.
+        # buffers. Here each worker reduces its share of the buffer, in rank order, and sends it to all workers: two
+        # successive messages. Each of two workers reduces the whole buffer: one message of the same volume.
         shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
@@ -223,9 +223,9 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _directly(self, buffers: list[Array], places: list[Array], tag: int, name: str) -> Wait:
-        # All workers send to all others at once, except empty parts, which both ends know. A worker's data goes to its
-        # place; this worker's place is its own buffer. Receives come first: on a slow link, data that arrives before
-        # its receive delays the rest.
+        # All workers send to all others at once, except empty buffers, which the receiver does not expect either.
+        # ``places[w]`` receives the data of worker w; this worker's place has its data already. Receives are posted
+        # first: on a slow link, data that arrives before its receive delays all other data.
         sources = [(self.rank - distance) % self.size for distance in range(1, self.size)]
         targets = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         works = [self._receive(places[source], source, tag, name) for source in sources if len(places[source])]
@@ -251,19 +251,19 @@ class TorchDistributedTransport(MessageTransport):
 
     def _next_tag(self, name: str) -> int:
         # One tag for all direct messages of a collective: several collectives are in flight together, and some parts
-        # are sent late. Workers that exchange different messages run into the timeout: gloo would abort the process if
-        # a message is larger than expected.
+        # are sent late. The tag depends on the name, so that workers whose collectives differ run into the timeout:
+        # with the same tag, gloo would abort the process if a message were larger than expected.
         return (next(self._passes) ^ zlib.crc32(name.encode())) % TAGS + 1
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:
-        # Receive buffers for every worker; this worker's is its own data.
+        # A receive buffer for each other worker, and ``own``, this worker's data, in its place.
         return [own if w == self.rank else self.xp.buffers.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
-        # Exchange sizes first: all_gather needs equal ones, so all workers pad to the largest.
+        # Exchange sizes first: all_gather needs buffers of equal size, so all workers pad theirs to the largest.
         sizes = self.gather(self.xp.buffers.to_bytes(self.xp.lengths([buffer])), name)
 
         def finish() -> list[Array]:

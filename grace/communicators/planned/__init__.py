@@ -1,4 +1,4 @@
-"""Communicator `planned`: a strategy of Espresso's tree for each tensor."""
+"""Communicator `planned`: carries each tensor by a strategy from Espresso's tree of strategies."""
 
 from grace.communicators.planned.runner import Planned
 

@@ -1,4 +1,4 @@
-"""Carries out a planned strategy, one per tensor."""
+"""Communicator `planned`, which carries out a strategy for each tensor."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
 @register("planned")
 @dataclass(frozen=True)
 class Planned(Communicator):
-    """Carry each tensor by a strategy of Espresso's tree: where to compress, and which collectives to use.
+    """Carry each tensor by a strategy from Espresso's tree: where to compress, and which collectives to use.
 
     Each compression has its own memory; a mean is compressed with the method's memory for a second compression. Data
     that is later divided among workers is compressed shard by shard. Each collective returns a mean, and its root is
-    the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the workers that need the
-    data, so the bytes are those of the strategy.
+    the first worker of its group. A reduce, a gather and a reduce-scatter are each run as an AllToAll to the workers
+    that need the data, so the number of bytes is that of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
-    ``ways``: instead, a strategy and an optional method for each tensor; the key ``plan`` sets it.
+    ``ways``: instead of ``option``, a strategy and an optional method for each tensor; the key ``plan`` sets it.
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1.
     """
@@ -141,7 +141,7 @@ class Planned(Communicator):
         return self.node_size if self.ways is None else self.ways.node_size
 
     def _dense(self, name: str) -> bool:
-        # Whether the tensor is averaged uncompressed, at all levels of a policy.
+        # Whether the tensor is averaged uncompressed, at every level of a policy.
         return self.option == DENSE_FLAT if self.ways is None else self.ways.dense(name)
 
     def _route(self, name: str) -> Option:
@@ -182,7 +182,7 @@ def carries(option: Option, method: Method) -> bool:
 
 
 def summable(compressor: Compressor) -> bool:
-    """Whether ``allreduce*`` carries its payloads: their float mean is the payload of the mean."""
+    """Whether ``allreduce*`` can carry a compressor's payloads: their mean, in floats, is the payload of the mean."""
     floats = compressor.traits.wire_sum is None and type(compressor).reduced is Compressor.reduced
     return compressor.traits.combine is Combine.MEAN and floats
 
@@ -190,7 +190,7 @@ def summable(compressor: Compressor) -> bool:
 # -- the steps of a strategy -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlanStep:
-    """One action of a strategy for one worker, with the worker's situation before it."""
+    """One action of a strategy, with what one worker holds before it."""
 
     action: Action
     here: bool
@@ -198,21 +198,22 @@ class PlanStep:
     region: Context
     """The part of the tensor that the action works on."""
     cuts: tuple[int, ...]
-    """Number of shards at each level into which the region's payloads are cut."""
+    """How the region is cut into leaves: into ``cuts[0]`` shards, each of these into ``cuts[1]`` shards, and so on."""
     pieces: int
-    """Payloads per leaf, each from another worker."""
+    """Number of payloads per leaf, each from a different worker."""
     place: int
+    """This worker's rank in the collective's group."""
     size: int
-    """This worker's rank in the collective's group, and the group's size."""
+    """The number of workers in the collective's group."""
     parent: Context
-    """For a second step: the region that its first step divided."""
+    """For the second collective of a pair (`strategy.SECOND`): the region that the first one divided."""
     stage: int
     """Number of earlier compressions."""
     compressor: Compressor
 
     @property
     def leaves(self) -> list[Context]:
-        """The smallest shards, each with its own payloads. For a compression: the shards that it encodes."""
+        """The region's smallest shards, each with its own payloads. For a compression: the shards that it encodes."""
         return _leaves(self.compressor, self.region, self.cuts)
 
     def kept(self) -> Iterator[tuple[str, Context]]:
@@ -220,7 +221,7 @@ class PlanStep:
         return ((f"compress{self.stage}.{number}", leaf) for number, leaf in enumerate(self.leaves))
 
     def method(self, method: Method) -> Method:
-        """The method of this compression: a gradient's for the first one, a mean's for later ones."""
+        """The method of this compression: ``method`` for the first one, its second stage for later ones, of means."""
         return method.for_second_stage if self.stage else method
 
 
@@ -268,7 +269,7 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
 
 
 def _divisions(rest: Sequence[Action], places: Mapping[Level, tuple[int, int]]) -> tuple[int, ...]:
-    # Number of shards, level by level, into which payloads are cut before decoding.
+    # `PlanStep.cuts` of a compression: each AllToAll in ``rest``, the later actions, cuts until the decompression.
     found: list[int] = []
     for action in rest:
         if action.kind == "decompress":
@@ -284,14 +285,14 @@ def _leaves(compressor: Compressor, region: Context, cuts: tuple[int, ...]) -> l
     return [leaf for shard in shards(compressor, region, cuts[0]) for leaf in _leaves(compressor, shard, cuts[1:])]
 
 
-# -- carrying the steps out --------------------------------------------------------------------------------------------
+# -- carrying out the steps --------------------------------------------------------------------------------------------
 class _Worker:
-    """One worker's data on the way: dense data (or a mean to be decoded), payloads, or nothing."""
+    """One worker's data between two actions: dense data (or a lazy mean), payloads, or nothing."""
 
     def __init__(self, x: Array, method: Method, state: State, ctx: Context):
         self.dense: Any = x
         self.state = dict(state)
-        self._payloads: list[list[Payload]] | None = None  # [leaf][piece]; a leaf is decoded by itself
+        self._payloads: list[list[Payload]] | None = None  # indexed [leaf][sender]; each leaf is decoded separately
         self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
         self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 
@@ -300,7 +301,7 @@ class _Worker:
         if leg.here:
             yield from getattr(self, f"_{leg.action.kind}{'_payloads' * leg.action.compressed}")(leg)
         elif leg.action.collective:
-            yield ()  # other workers exchange data now: stay in lockstep
+            yield ()  # take part in this round without data: the group's other workers exchange theirs
 
     def _compress(self, leg: PlanStep) -> Program[None]:
         x, found = materialize(self.dense), []
@@ -339,7 +340,7 @@ class _Worker:
         yield from self._averaged(((self._sent(self.dense),), *[()] * (leg.size - 1)), leg)
 
     def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: PlanStep) -> Program[None]:
-        # Average the parts sent to this worker, in rank order; None if there are none.
+        # Average the parts that this worker receives, in rank order; the result is None if it receives none.
         received = yield AllToAll(parts, GROUPS[leg.action.level])
         totals = [self._xp.cast(array, self._dtype) for part in received for array in part]
         self.dense = None if not totals else sum(totals[1:], totals[0]) / leg.size
@@ -356,7 +357,7 @@ class _Worker:
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
         self.dense = self._xp.cast(
             self._xp.buffers.copy(received), self._dtype
-        )  # workers of one process would share the result, which is donated next
+        )  # a copy: workers of one process would share the received array, and the next action may overwrite it
 
     # -- payloads ------------------------------------------------------------------------------------------------------
     def _allreduce_payloads(self, leg: PlanStep) -> Program[None]:
@@ -411,7 +412,7 @@ class _Worker:
         self._payloads = _dealt(received, len(leg.leaves), leg.pieces)
 
     def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: PlanStep) -> None:
-        # Merge the payloads of the same leaves from all workers.
+        # Collect, for each leaf, the payloads from all workers.
         dealt = [_dealt(arrays, len(leaves), leg.pieces) for arrays in received]
         self._payloads = [[payload for each in dealt for payload in each[leaf]] for leaf in range(len(leaves))]
 

@@ -1,11 +1,13 @@
 """The tree of strategies for one tensor: where it is compressed, on which device, and by which collectives it travels.
 
-A strategy (`Option`) is a sequence of actions that takes every worker's dense gradient to the sum on every worker.
-`options` yields all strategies, `check` verifies a sequence, and `states` returns a worker's data before each action.
+A strategy (`Option`) is a sequence of actions that turns the workers' dense gradients into their sum on every worker.
+`options` returns all strategies, `check` verifies one, and `states` returns the kind of a worker's data before each
+action.
 
 Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1. Its four dimensions (compress or not,
-device, collectives, position of the compression) are written here as a grammar; it yields the paper's 4341 strategies.
-For payloads that the wire may sum there is one more collective, ``allreduce*``, where the paper has ``allgather*``.
+device, collectives, position of the compression) are written here as a grammar, which yields the paper's 4341
+strategies. Payloads that the wire may sum can also travel by ``allreduce*``, in places where the paper has
+``allgather*``.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ Kind = Literal[
     "reduce_scatter", "reduce", "allreduce", "allgather", "alltoall", "gather", "broadcast", "compress", "decompress"
 ]
 Level = Literal["flat", "intra", "inter"]
-"""The group: all workers, the workers of one machine, or the workers with the same place on every machine."""
+"""The group of a collective: all workers, those of one machine, or those with the same local rank on every machine."""
 Device = Literal["gpu", "cpu"]
-"""The stream that computes gradients (even if training runs on a CPU), or a separate pool of CPU threads."""
+"""Where to compress: "gpu", the stream that computes gradients (even if that is a CPU's), or "cpu", a separate pool of
+CPU threads."""
 Place = Literal["own", "shard", "root", "full"]
 """Progress of one level's sum: not begun; a shard on each worker; complete on the root; complete on all workers."""
 
@@ -35,8 +38,10 @@ SECOND: dict[Kind, Kind] = {
     "alltoall": "allgather",
     "gather": "broadcast",
 }
-"""The second collective of a divided pair, by its first."""
+"""A divided collective is a pair: the first collective divides or collects the data, the second one distributes the
+result. Maps the first to the second."""
 CODEC: tuple[Kind, ...] = ("compress", "decompress")
+"""The actions that are no collectives."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy for one tensor. ``str`` gives its text and `parse` undoes it.
+    """A strategy for one tensor. ``str`` gives its text; `parse` is the inverse.
 
     The text names the actions in order, with a star where a collective carries payloads:
     ``compress(gpu) alltoall*(flat) decompress(gpu) allgather(flat)``.
@@ -72,12 +77,12 @@ class Option:
 
     @property
     def compressions(self) -> int:
-        """How often a worker compresses."""
+        """Number of compressions."""
         return sum(action.kind == "compress" for action in self.actions)
 
     @property
     def flat(self) -> bool:
-        """Whether all its collectives are among all workers, regardless of machines."""
+        """Whether every collective is among all workers, regardless of machines."""
         return all(action.level == "flat" for action in self.actions)
 
     @property
@@ -101,7 +106,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Held:
-    """A worker's data between two actions."""
+    """What a worker's data is between two actions: payloads or dense data, and how far it is summed at each level."""
 
     compressed: bool
     flat: Place
@@ -114,7 +119,7 @@ class Held:
 
 
 DENSE_FLAT = "allreduce(flat)"
-"""The baseline of all strategies: one plain allreduce."""
+"""The baseline: one plain allreduce."""
 DENSE_HIERARCHICAL = "reduce_scatter(intra) allreduce(inter) allgather(intra)"
 _BEGIN = Held(False, "own", "own", "own")
 _ENDS = (Held(False, "full", "own", "own"), Held(False, "own", "full", "full"))
@@ -122,7 +127,7 @@ _ACTION = re.compile(r"(\w+)(\*?)\((\w+)\)")
 
 
 def parse(text: str) -> Option:
-    """Parse a strategy. ValueError if the tree does not contain it."""
+    """Parse a strategy. ValueError if the text is not in the tree."""
     if not isinstance(text, str):
         raise ValueError(f"a strategy is a text such as {DENSE_FLAT!r}, not {text!r}")
     actions = []
@@ -151,7 +156,7 @@ def check(option: Option) -> None:
 
 @cache
 def states(option: Option) -> tuple[Held, ...]:
-    """A worker's data before each action and at the end. ValueError as in `check`."""
+    """What a worker's data is before each action, and at the end. ValueError as in `check`."""
     held = [_BEGIN]
     for number, action in enumerate(option.actions):
         before = option.actions[number - 1].kind
@@ -203,8 +208,8 @@ def _after(held: Held, action: Action, option: Option) -> Held:
 
 
 # -- the grammar -------------------------------------------------------------------------------------------------------
-# One function for each rule of the tree. ``first``: the divided intra (or flat) collective, whose second half must end
-# the strategy; ``pair``: that of level inter. A rule yields the remaining actions, as tuples.
+# One method of `_Tree` for each rule. ``first``: the first collective of a pair at level intra (or flat), whose second
+# collective must still follow; ``pair``: the same at level inter. A rule yields the remaining actions, as tuples.
 Path = tuple[Action, ...]
 _SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
 _COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))
@@ -220,11 +225,11 @@ def options(
     max_compressions: int | None = None,
     summable: bool = False,
 ) -> tuple[Option, ...]:
-    """All strategies: flat ones first, led by the plain allreduce.
+    """All strategies: flat ones first, beginning with the plain allreduce.
 
-    ``flat_only``: omit strategies of several levels (one machine, or one worker on each). ``devices``: allowed devices
-    for compressions. ``max_compressions``: per tensor; bounds the loss. ``summable``: the wire may sum payloads, so
-    include strategies with ``allreduce*``.
+    ``flat_only``: omit strategies with levels intra and inter, for a single machine, or one worker on each machine.
+    ``devices``: the devices on which to compress. ``max_compressions``: the most compressions in a strategy, to bound
+    the loss; None: any number. ``summable``: the wire may sum payloads, so include strategies with ``allreduce*``.
     """
     tree = _Tree(devices, summable)
     paths = [*tree.flat(), *(() if flat_only else tree.hierarchical())]
@@ -299,7 +304,7 @@ def _second(first: Action, compressed: bool) -> Action:
 
 
 def _then(begin: Iterable[Action | Path], *rest: Iterable[Path]) -> Iterator[Path]:
-    # Every beginning, followed by every continuation.
+    # Every path that consists of a path of ``begin`` and one of each item of ``rest``.
     if not rest:
         yield from (path if isinstance(path, tuple) else (path,) for path in begin)
         return

@@ -1,4 +1,4 @@
-"""A plan in force: each tensor's strategy, for the current workers and policy level."""
+"""The strategy of each tensor by a plan, for the current number of workers and the current level of a policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.core.method import Method
 from grace.core.registry import method_from_params, nearest
 
 Loader = Callable[[dict[str, Any]], Any]
-"""Reads a plan made by the planner; ValueError if it is invalid."""
+"""A function that reads a plan made by the planner; ValueError if the plan is invalid."""
 
 
 class TensorPlan(NamedTuple):
@@ -24,11 +24,11 @@ class TensorPlan(NamedTuple):
 
     option: str
     method: Method | None = None
-    """The tensor's method; None: the common one."""
+    """The tensor's method; None: the method that all tensors share."""
 
 
 class _Table(NamedTuple):
-    # A plan in force.
+    # A plan for one number of workers, one machine size and one policy level.
     text: str
     ways: dict[str, TensorPlan]
     per_node: int
@@ -37,7 +37,8 @@ class _Table(NamedTuple):
 
 
 class _Given:
-    # The given plan (worker 0's, once agreed), and the plans in force by number of workers, machine size and level.
+    # The plan as given (worker 0's, once the workers have agreed), and the tables made from it, by number of workers,
+    # ``node_size`` and the compressor of the policy's level.
     def __init__(self, text: str):
         self.text = text
         self.tables: dict[tuple[int, int, Compressor | None], _Table] = {}
@@ -46,15 +47,16 @@ class _Given:
 class PlanTable:
     """The strategies of a plan, by tensor. Worker 0's plan holds for all workers, so the others need none.
 
-    A plan made for another number of workers, or for another level of a policy, is made again if it includes its inputs
-    (`grace.planner.plan.Basis`). Otherwise a warning says that other strategies may be faster.
+    If a plan was made for another number of workers, or for another level of a policy, it is planned again, provided
+    that it includes its inputs (`grace.planner.plan.Basis`). Otherwise a warning says that other strategies may be
+    faster.
     """
 
     def __init__(self, text: str, leveled: bool = False, *, load: Loader):
         """``text``: JSON as `grace.planner.plan` writes it; empty on a worker without a plan.
 
-        ``leveled``: a policy sets the level of the plan's common method, which every worker must know. ``load``:
-        `grace.planner.plan.from_dict`, which checks a plan and can replan it.
+        ``leveled``: a policy sets the level of the method that all tensors share, so every worker must know it.
+        ``load``: `grace.planner.plan.from_dict`, which checks a plan, and whose result can plan again.
         """
         self._given, self._leveled, self._load = _Given(text), leveled, load
         self._compressor: Compressor | None = None
@@ -63,14 +65,14 @@ class PlanTable:
         """Workers per machine, once the workers have agreed."""
 
     def resolve(self, method: Method) -> PlanTable:
-        """The same plan before the agreement, at this method's level if a policy sets it."""
+        """The same plan, not yet agreed on, with this method's compressor if a policy sets the level."""
         new = copy.copy(self)
         new._compressor = method.compressor if self._leveled else None
         new._key = None
         return new
 
     def adopt_local_plan(self, transport: Transport, node_size: int) -> None:
-        """Adopt this worker's own plan, before messages are allowed; `agree` compares it with the others' plans."""
+        """Adopt this worker's own plan, before messages are allowed; later `agree` compares it with worker 0's."""
         if not self._given.text:
             raise ValueError("in an elastic job every worker needs the plan: give it on all of them")
         self._take(self._replan(transport, node_size), transport, node_size)
@@ -137,7 +139,7 @@ class PlanTable:
         return self._table.origin
 
     def dense(self, name: str) -> bool:
-        """Whether a tensor is averaged uncompressed at every level."""
+        """Whether a tensor is averaged uncompressed at every level of a policy."""
         assert self._key is not None
         levels = [table for key, table in self._given.tables.items() if key[:2] == self._key[:2]]
         return self[name].option == DENSE_FLAT and all(table.ways[name].option == DENSE_FLAT for table in levels)
@@ -172,9 +174,9 @@ def read(text: str) -> dict[str, Any]:
 def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, TensorPlan]:
     """The tensors' entries in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, with optional methods.
 
-    A method is given by the keys of `grace.grace_from_params`: under "params" for all tensors, beside its option for
-    one tensor; a tensor's own keys win. ``leveled``: the policy sets the method under "params". ValueError, naming the
-    tensor, for an invalid plan.
+    A method is given by keys of `grace.grace_from_params`: under "params" for all tensors, or next to a tensor's
+    "option" for this tensor; a tensor's own keys override those for all. ``leveled``: a policy sets the level of the
+    method under "params". ValueError, naming the tensor, for an invalid plan.
     """
     data = read(text)
     if "basis" in data:
@@ -221,10 +223,10 @@ def _origin(data: Mapping[str, Any]) -> str:
 
 # -- replanning --------------------------------------------------------------------------------------------------------
 def replan(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
-    """The text of the plan for this number of workers and this compressor; unchanged if it was made for them.
+    """The text of a plan for this number of workers and this compressor; unchanged if it was made for them.
 
-    ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns and leaves the plan unchanged
-    if its inputs are unknown.
+    ``compressor``: None means the plan's own. ``rooted``: as in `grace.core.Transport`. If the plan cannot be made
+    again, for example because it does not include its inputs, warns and returns the text unchanged.
     """
     data = read(text)
     made_for = _count(data, "workers", workers)
@@ -253,7 +255,7 @@ def _warn(text: str) -> None:
 
 
 def leveled_params(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's method as keys of `grace.grace_from_params`, merged with ``given``, for a policy to change.
+    """The plan's method, which a policy is to change, as keys of `grace.grace_from_params`, merged with ``given``.
 
     ValueError if this worker has no plan, or if ``given`` contradicts it.
     """

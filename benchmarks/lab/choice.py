@@ -34,7 +34,7 @@ BY_HAND = (DENSE, "fp16", "topk", "sign", "powersgd", "int8-2stage", "int4-2stag
 
 
 def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple[Callable[[], float], Grace]:
-    """A model's training; each call runs a whole step and returns its seconds."""
+    """Set up a model's training; returns a function that runs a step and returns its seconds, and the Grace."""
     task = TASKS[model]()
     torch.manual_seed(0)
     made = task.model()

@@ -63,7 +63,7 @@ std::vector<uint16_t> noise(int64_t key, int64_t n) {
   return table;
 }
 
-// Calls every kernel of blocks on a vector of n elements; `swap`: the residual is left in the memory of x.
+// Calls every kernel of blocks on a vector of n elements; with `swap`, x takes the old residual.
 void blocks(int64_t n, int64_t block, int64_t swap) {
   const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
   const auto table = noise(5, 65536), offsets = noise(7, parts(n, 65536));

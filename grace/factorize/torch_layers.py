@@ -104,7 +104,7 @@ class LowRankLSTM(nn.Module):
                 self.register_parameter(f"bias_{suffix}", nn.Parameter(zeros))
 
     def _stacks(self) -> list[tuple[str, str, int]]:
-        # For each stack of four matrices, in nn.LSTM's order: the ends of its and its bias's name, and its input width.
+        # For each stack of four matrices, in nn.LSTM's order: (end of its name, end of its bias's name, input width).
         stacks = []
         for layer, direction in self._passes():
             below = self.input_size if layer == 0 else self.hidden_size * (2 if self.bidirectional else 1)

@@ -154,7 +154,7 @@ class _Book:
             )
 
     def _before_accumulation(self) -> None:
-        # Before a pass accumulates its first gradient: commit means that were applied by hand, roll back zeroed ones.
+        # Before a pass accumulates its first gradient: commit means applied by hand, roll back if all are zero.
         grace = None if self.claim is None else self.claim.grace
         if grace is None or not grace.provisional or self.waiting:
             return

@@ -283,7 +283,7 @@ class _Group:
         return {name: mean for name, mean in found.items() if mean is not None}
 
     def _present(self, n: int) -> list[int]:
-        # Indices of the parameters that FSDP passes: those with a gradient or all trained ones, told by the size n.
+        # Indices of the parameters that FSDP passes: those with a gradient or all trained ones, as n tells.
         for places in (sorted(self.laid), sorted(self.used), [i for i in sorted(self.laid) if self._trained(i)]):
             if sum(self.sizes[i] for i in places) == n:
                 return places

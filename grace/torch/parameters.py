@@ -93,7 +93,7 @@ class ParameterGather:
     def __init__(
         self, name: str, module: nn.Module, parameters: list[tuple[Any, int]], compressor: Compressor, grace: Grace
     ):
-        """``parameters``: what FSDP gathers together, in its order: parameters, and elements of their padded shards."""
+        """``parameters``: pairs of a parameter and its padded shard's number of elements, in FSDP's order."""
         self._name, self._compressor, self._grace = name, compressor, grace
         self._method = FastMethod(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()

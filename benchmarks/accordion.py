@@ -178,7 +178,7 @@ def at_epochs(past: Sequence[tuple[int, Any]], epochs: int) -> list[Any]:
 def placebo(levels: Mapping[str, Sequence[Any]], low: Any, epochs: int, seed: int) -> tuple[Any, ...]:
     """For each layer, as many random epochs of low compression as with Accordion.
 
-    None is in the first window, or in a window after the learning rate drops.
+    These epochs lie outside the first window and the windows after drops of the learning rate.
     """
     rng = np.random.default_rng(2000 + seed)
     drops = [epoch for epoch in range(1, epochs) if rate(epoch, epochs) < rate(epoch - 1, epochs)]

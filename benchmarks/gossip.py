@@ -72,7 +72,10 @@ def matrices(kind: str, seed: int = 0) -> list[Any]:
 
 
 def consensus(mixing: Mixing, start: list[Any], most: int, to: float = 1e-3) -> tuple[list[float], int]:
-    """Mix until the relative distance from the mean is below ``to``; returns each round's, and bytes a worker sent."""
+    """Mix until the relative distance from the mean is below ``to``, for at most ``most`` rounds.
+
+    Returns the distance after each round, and the bytes that a worker sent.
+    """
     gossips, mean = workers(mixing, len(start)), np.mean(start, 0)
     xs = [{"w": x} for x in start]
     for gossip in gossips:

@@ -172,7 +172,7 @@ def differ(arrays: list[Any]) -> int:
 
 
 def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
-    """The largest difference between the counted gradients and the applied ones plus the residuals."""
+    """The largest difference between ``counted`` and ``applied`` plus the residuals, averaged over the workers."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Horovod elastic: training continues while workers join and leave, and keeps the residuals of the leaving.
+"""Horovod elastic: training continues, with its residuals, while workers join and leave.
 
     # or KerasState(model, epoch=0)
     state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
@@ -10,7 +10,7 @@
 
 A state commits, restores and syncs what Horovod's own states do, and the state of a Grace. After a change of workers,
 every array is resized by its rule (`grace.core.Resize`): residuals of the remaining workers are added up and divided
-among all workers. Only the residuals of workers that fail are lost.
+among all workers. Only the residuals of lost workers are lost.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
 
     Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
     Ray Train; SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker is alone. Without an initialised group
-    it calls
-    ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables. With
-    CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and why.
+    it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables.
+    With CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and
+    why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's
@@ -87,7 +87,8 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
 
 def _lay_out(job: Job, transport: Transport) -> None:
     # Set torchrun's variables that tell which workers share a machine. Other launchers may assign ranks to machines in
-    # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as on one.
+    # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as if they
+    # were on one machine.
     if job.launcher == "torchrun":
         return
     told = [json.loads(text) for text in exchange(transport, json.dumps([job.local_rank, job.local_size]))]

@@ -57,7 +57,10 @@ def measure(
     options: Options,
     tell: Tell = print,
 ) -> Iterator[Row]:
-    """Measure all combinations, in shuffled order within each repeat; yields rows. ``cases_of(workers_per_host)``."""
+    """Measure all combinations, in shuffled order within each repeat; yields rows.
+
+    ``cases_of``: returns the cases for a number of workers per host.
+    """
     order = random.Random(options.seed)
     for text in topologies:
         hosts, workers = parse_topology(text)

@@ -1,5 +1,4 @@
-"""`grace bench gpu`: checks laws and kernels, and times methods and exchanges on a CUDA device, in one call and one
-file.
+"""`grace bench gpu`: checks laws and kernels, and times methods and exchanges, on a CUDA device and into one file.
 
 On a CPU the same parts run, to test the command itself; the file says that it is not from a GPU.
 """

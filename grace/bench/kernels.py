@@ -25,7 +25,7 @@ from grace.bench.plan import DEVICES, MODES, Case, Config, Limits, method_of, to
 from grace.core import name_of
 from grace.engine.about import cores, processor
 
-FORMAT = 1  # version of the JSON
+FORMAT = 1  # version of the JSON format
 VISIBLE = 10**6  # fewest elements for which a step's memory stands out from the process's own
 START = 120.0  # seconds to import a toolkit and draw gradients
 REMEDIES = {

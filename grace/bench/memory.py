@@ -75,7 +75,7 @@ def forgotten(xp: Any) -> int:
 
 
 def size(xp: Any, host: str, device: str) -> int:
-    """Bytes: entry ``host`` of /proc/self/status, or on a CUDA device the result of torch.cuda's ``device``."""
+    """A size in bytes: the entry ``host`` of /proc/self/status, or on a CUDA device ``device`` of torch.cuda."""
     if cuda := cuda_of(xp):
         return int(getattr(cuda, device)())
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -29,7 +29,7 @@ from grace.engine.accelerators import accelerator_of
 from grace.engine.encoders import FastMethod
 from grace.memories.residual import Residual
 
-FORMAT = 1  # version of the JSON
+FORMAT = 1  # version of the JSON format
 RATIOS = (0.1, 0.01, 0.001)
 LAYERS = (64, 256, 256, 10)
 BATCH, RATE, MOMENTUM = 32, 0.05, 0.9

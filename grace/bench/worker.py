@@ -37,7 +37,7 @@ class Clock:
         traced: bool = False,
         events: Callable[[Callable[[], None]], float] | None = None,
     ):
-        """``events``: times a call by the device's clock, in seconds; None: the host's clock is used."""
+        """``events``: a function that times a call by the device's clock, in seconds; None: use the host's clock."""
         self.seconds, self.once = 0.0, False
         self._traced = traced
         self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}

@@ -149,7 +149,7 @@ class Lab:
 
     @property
     def key(self) -> Path:
-        """The private key that every host accepts; starts an sshd on each. Raises LabError if sshd is not installed."""
+        """The private key that every host accepts; starts an sshd on each. Raises LabError if OpenSSH is missing."""
         if self._key is None:
             if lacks := missing(ssh=True):
                 raise LabError("horovodrun in the network lab needs " + "; and ".join(lacks))

@@ -196,10 +196,10 @@ UNKNOWN = "<unk>"
 
 
 def numbered(train: Sequence[str], test: Sequence[str], words: int | None = None) -> tuple[Any, Any, int]:
-    """Both texts as int32 numbers of words, and how many different numbers there are.
+    """Convert both texts to int32 numbers of words; also returns the number of different words.
 
-    0 is `UNKNOWN`; then come the words of the training text, by falling frequency. ``words``: the most numbers, with
-    that of `UNKNOWN`; all other words are `UNKNOWN`. None: as many as needed.
+    Number 0 is `UNKNOWN`; the words of the training text follow, by falling frequency. ``words``: the largest number of
+    different words, `UNKNOWN` included (None: no limit); all further words become `UNKNOWN`.
     """
     counts = Counter(train)
     counts.pop(UNKNOWN, None)

@@ -19,7 +19,7 @@ from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import batch, rate, task_of
 
 WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in the first step
-WARM_AT_RATE = 2
+WARM_AT_RATE = 2  # untimed steps (in local training, rounds) after each change of the bandwidth
 LEAST = 3  # fewest timed steps
 
 

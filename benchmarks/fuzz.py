@@ -525,7 +525,7 @@ class Settings:
 
 # -- running ---------------------------------------------------------------------------------------------------------
 def targets(backends: tuple[str, ...] = ("numpy", "torch", "tensorflow")) -> list[Target]:
-    """All targets: every method of the table on each backend; and the loaders."""
+    """All targets: every method of tests/table.py on each backend; and the readers of files and settings."""
     from table import ROWS
 
     found = []

@@ -87,7 +87,7 @@ def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(rest: dict[str, Any]) -> Communicator:
-    # The communicator of a plan: a file name, or its content. Only worker 0 needs the file.
+    # The communicator for a plan: a file name, or its content. Without a policy, only worker 0 needs the file.
     from grace.communicators.planned import Planned
     from grace.communicators.planned.table import PlanTable, leveled_params
     from grace.planner.plan import from_dict

@@ -199,7 +199,7 @@ def auto(
     out: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit per model and rate in seconds.")] = 600.0,
 ) -> None:
-    """Time the compressor "auto" against every method that it could choose, in alternating steps."""
+    """Time the compressor "auto" against fixed methods, in alternating steps."""
     found = {}
     with _plain_errors():
         for rate, read in _measured(_rates(rates), hosts, burst, timeout):

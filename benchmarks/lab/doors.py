@@ -76,7 +76,7 @@ def upstream(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[st
 
 
 def grace(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """GRACE's distributed optimizer, over the launcher's library."""
+    """GRACE's distributed optimizer, over torch.distributed or Horovod, by the launcher."""
     import grace.torch
     from grace import grace_from_params
 

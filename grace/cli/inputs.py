@@ -113,7 +113,7 @@ def as_tc(value: str) -> str:
 
 
 def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
-    """A comma-separated list of names."""
+    """Parse a comma-separated list of names from ``allowed``. ``option``: for the message."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in allowed:
@@ -124,7 +124,7 @@ def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of positive whole numbers, such as 1e6."""
+    """Parse a comma-separated list of positive whole numbers, such as 1e6. ``option``: for the message."""
     try:
         found = [float(each) for each in text.split(",")]
     except ValueError:

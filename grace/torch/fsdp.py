@@ -199,7 +199,7 @@ class _Step:
         feedback = any(grace.method.memory.feedback for grace in self.graces)
         at = 0
         for group in groups:
-            if group.late or group.summed:  # otherwise do not wait for a device
+            if group.late or group.summed:  # else skip, as reading counts waits for the device
                 group.settle(counts[at : at + len(group.laid)].tolist(), feedback, self.graces[-1].world_size)
             at += len(group.laid)
         for grace in self.graces:

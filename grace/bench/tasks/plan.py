@@ -20,7 +20,7 @@ BASELINES = ("dense", "fp16")
 """Exchanges of whole gradients, in float32 and in float16."""
 AUTO = "auto"
 CHOICE = ("chosen", "trials", "noise", "predicted")
-"""What a report says about the choice of method "auto"."""
+"""The fields of a report that describe the choice of method "auto"."""
 LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"

@@ -30,7 +30,7 @@ from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio
 from grace.transports.local import LocalTransport, World
 
 EVERY = 10  # steps between two measurements of the noise
-FIRST = 30  # number of steps that `auto` would measure
+FIRST = 30  # end of the first steps, in which `auto` would try methods
 
 
 @dataclass(frozen=True)

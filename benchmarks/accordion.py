@@ -42,7 +42,7 @@ CONTROLS = ("static", "placebo")
 
 @dataclass(frozen=True)
 class Planned(Policy):
-    """A fixed schedule: the epochs of low compression of each tensor; all others are high."""
+    """A fixed schedule. ``low``: for each tensor its name and its epochs of low compression; the others are high."""
 
     k_low: Any
     k_high: Any
@@ -86,7 +86,7 @@ def network(seed: int) -> dict[str, Any]:
 
 
 def forward(weights: Mapping[str, Any], x: Any) -> list[Any]:
-    """Inputs of all layers, and logits."""
+    """Return the inputs of all layers, and the logits."""
     layers = [x]
     for layer in range(len(SIZES) - 1):
         z = layers[-1] @ weights[f"w{layer}"] + weights[f"b{layer}"]
@@ -129,12 +129,12 @@ def graces(params: Mapping[str, Any]) -> list[Grace]:
 
 
 def exchange(workers: Sequence[Grace], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The means, computed by the code of real workers."""
+    """Return the means, computed with the code that real workers run."""
     return step(workers, [{name: each[rank] for name, each in found.items()} for rank in range(WORKERS)])[0]
 
 
 def train(params: Mapping[str, Any], seed: int, epochs: int, scale_lr: bool = False) -> dict[str, Any]:
-    """Train once: accuracy on new samples, loss over the last two epochs, floats of a worker, each epoch's levels."""
+    """Train once. Returns accuracy on new samples, loss over the last two epochs, sent floats, each epoch's levels."""
     teacher, weights, workers = Teacher(seed), network(seed), graces(params)
     shuffle, (x_test, y_test) = np.random.default_rng(3000 + seed), teacher.sample(10_000)
     for grace in workers:
@@ -171,12 +171,15 @@ def train(params: Mapping[str, Any], seed: int, epochs: int, scale_lr: bool = Fa
 
 
 def at_epochs(past: Sequence[tuple[int, Any]], epochs: int) -> list[Any]:
-    """The level of each epoch, from the changes."""
+    """The level of each epoch. ``past``: the changes, as (epoch, level)."""
     return [next(level for since, level in reversed(past) if since <= epoch) for epoch in range(epochs)]
 
 
 def placebo(levels: Mapping[str, Sequence[Any]], low: Any, epochs: int, seed: int) -> tuple[Any, ...]:
-    """As many epochs of low compression for each layer, at random, but not in the first window or after drops."""
+    """For each layer, as many random epochs of low compression as with Accordion.
+
+    These epochs lie outside the first window and the windows after drops of the learning rate.
+    """
     rng = np.random.default_rng(2000 + seed)
     drops = [epoch for epoch in range(1, epochs) if rate(epoch, epochs) < rate(epoch - 1, epochs)]
     barred = {*range(WINDOW + 1), *(drop + i for drop in drops for i in range(WINDOW))}
@@ -188,7 +191,7 @@ def placebo(levels: Mapping[str, Sequence[Any]], low: Any, epochs: int, seed: in
 
 
 def run(method: str, feedback: bool, seed: int, epochs: int, arms: Sequence[str] = ARMS) -> dict[str, dict[str, Any]]:
-    """One seed, all arms."""
+    """Train all arms with one seed; returns their results by arm."""
     base, low, high = METHODS[method]
     base = {**base, "memory": "residual" if feedback else "none"}
     found: dict[str, dict[str, Any]] = {}
@@ -208,7 +211,7 @@ def run(method: str, feedback: bool, seed: int, epochs: int, arms: Sequence[str]
 
 
 def static(found: Mapping[str, Mapping[str, Any]], low: Level, high: Level) -> Level:
-    """The fixed level with Accordion's floats: a ratio, or the largest rank that sends no more."""
+    """The fixed level that sends as many floats as Accordion: a ratio, or the largest rank that sends no more."""
     most, mine, least = (found[arm]["floats"] for arm in ("low", "accordion", "high"))
     ((key, top),), (bottom,) = low.items(), high.values()
     value = bottom + (top - bottom) * (mine - least) / (most - least)
@@ -221,27 +224,27 @@ def share(levels: Mapping[str, Sequence[Any]], low: Any) -> float:
 
 
 def better(first: Sequence[float], second: Sequence[float]) -> float:
-    """One-sided p of the paired permutation test that ``first`` is larger: all signs of the differences."""
+    """One-sided p of the paired permutation test that ``first`` is larger, over all signs of the differences."""
     differences = np.subtract(first, second)
     signs = product((1, -1), repeat=len(differences))
     return float(np.mean([np.dot(each, differences) >= differences.sum() - 1e-12 for each in signs]))
 
 
-# -- the other two claims ------------------------------------------------------------------------------------------
+# -- the other two claims of the paper ---------------------------------------------------------------------------------
 GROWTHS = (4, 8)
 
 
 def batches(seed: int, epochs: int) -> dict[str, dict[str, Any]]:
-    """Small batches throughout, and Accordion's batch mode with linear scaling of the learning rate."""
+    """Train with small batches throughout, and in Accordion's batch mode with linear scaling of the learning rate."""
     policy = {"compressor": "none", "policy": "accordion_batch", "window": WINDOW}
     grown = {f"x{n}": train({**policy, "batch_growth": n}, seed, epochs, scale_lr=True) for n in GROWTHS}
     return {"small": train({"compressor": "none"}, seed, epochs), **grown}
 
 
 def overhead(rounds: int = 15) -> dict[str, float]:
-    """Relative step time of a PyTorch network of a million parameters with monitoring in every epoch.
+    """Time steps of a PyTorch network of a million parameters, with and without monitoring in every epoch.
 
-    The two networks run in alternation; the median of each counts.
+    The two networks run in alternation. Returns their median milliseconds, and the median of the ratio.
     """
     import torch
 
@@ -277,7 +280,7 @@ def overhead(rounds: int = 15) -> dict[str, float]:
 
 # -- the table -----------------------------------------------------------------------------------------------------
 def summary(method: str, feedback: bool, runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Means and deviations over seeds, and the paired test against the placebo, if there is one."""
+    """Means and deviations over seeds, and the paired tests against the controls, if there are any."""
     rows = {}
     for arm in runs[0]:
         values = {key: [each[arm][key] for each in runs] for key in ("accuracy", "loss", "floats", "low")}
@@ -322,7 +325,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def plot(runs: Sequence[Mapping[str, Mapping[str, Any]]], low: Any, path: Path) -> None:
-    """The number of runs with low compression, by layer and epoch: the critical regimes."""
+    """Draw the share of runs with low compression, by layer and epoch: the critical regimes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -51,7 +51,7 @@ PAIRS = {
 
 
 def plain(gradients: list[torch.Tensor]) -> Callable[[], None]:
-    """A flat gradient, averaged in buckets, as if gradients were views of the buckets."""
+    """Return a function that averages a flat gradient in buckets, as if gradients were views of the buckets."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def exchange() -> None:
@@ -64,7 +64,7 @@ def plain(gradients: list[torch.Tensor]) -> Callable[[], None]:
 
 
 def ours(gradients: list[torch.Tensor], params: dict[str, Any], kernels: str) -> Callable[[], None]:
-    """Grace as the optimizer drives it: gradients arrive last to first and finally hold the means."""
+    """Return a function that exchanges as the optimizer does: gradients arrive last to first, and become means."""
     names = list(resnet50())
     os.environ["GRACE_KERNELS"] = kernels
     grc = grace_from_params(params, transport="torch")
@@ -84,7 +84,7 @@ def ours(gradients: list[torch.Tensor], params: dict[str, Any], kernels: str) ->
 
 
 def upstream(gradients: list[torch.Tensor], params: dict[str, Any]) -> Callable[[], None]:
-    """Upstream GRACE, tensor by tensor."""
+    """Return a function that exchanges with upstream GRACE, tensor by tensor."""
     from grace_dl.dist.helper import grace_from_params as made
 
     method = made({"communicator": "allgather", "world_size": dist.get_world_size(), **params})

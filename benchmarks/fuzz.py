@@ -38,7 +38,7 @@ HANG = 30.0
 """Seconds without a finished input after which a process counts as hanging."""
 CANARY = 123.25
 MARGIN = 64
-"""Guard elements on both sides of a result."""
+"""Number of guard elements on each side of a result."""
 INT32 = (-(2**31), -(2**31) + 1, -1, 2**31 - 1, 2**30, 65536)
 
 Change = Callable[[random.Random], tuple[str, bool]]
@@ -69,7 +69,7 @@ class Count:
         return self.silent + self.odd + self.crash + self.hang
 
     def add(self, other: Count) -> None:
-        """Add the other's counts."""
+        """Add another count's numbers and notes."""
         for name in ("inputs", "refused", "harmless", "silent", "odd", "crash", "hang", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.notes += other.notes[: max(0, 5 - len(self.notes))]
@@ -77,7 +77,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Target:
-    """A reader under test. ``make`` builds it once per process, and returns a function of one input."""
+    """A reader under test. ``make`` builds it once per process: a function that makes and reads one input."""
 
     name: str
     make: Callable[[], Callable[[random.Random], None]]
@@ -150,7 +150,7 @@ class Payloads:
         self.seen = 2 if self.agreed else len(self.good[0])
         self.limit = -(-self.ctx.size // getattr(compressor, "row_size", 1))
         name = row.name
-        # Any prefix of these arrays is also a valid payload.
+        # Indices of arrays of which any prefix is also valid.
         self.loose = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.signed = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.positions = [
@@ -201,7 +201,7 @@ class Payloads:
         return payload, f"{how} {place}" if how == "longer" else ""
 
     def misplaced(self, positions: Any, signed: bool, rng: random.Random) -> tuple[Any, str]:
-        """Positions, one of them out of range or order."""
+        """Positions, one of them out of range or order, and the change."""
         positions = positions.copy()
         at = rng.randrange(len(positions))
         if len(positions) > 1 and rng.random() < 0.4:
@@ -218,7 +218,7 @@ class Payloads:
         return positions, f"position {positions[at]}"
 
     def message(self, payload: list[Any], rng: random.Random) -> tuple[list[Any], str]:
-        """A worker that receives a mutated message."""
+        """The payload that a worker unpacks from a mutated message, and the change if it is invalid."""
         from grace.transports.packer import Packer
 
         xp, ragged = self.xp, self.compressor.traits.variable_length
@@ -253,7 +253,7 @@ class Payloads:
         return [*found, *payload[self.seen :]], wrong
 
     def decode(self, payloads: list[Any]) -> None:
-        """The mean, between guard elements."""
+        """Decode to the mean, between guard elements. Raises Silent for a wrong form, or if a guard was overwritten."""
         xp, n = self.xp, self.ctx.size
         arrays = [tuple(xp.asarray(array.copy(), array.dtype.name) for array in payload) for payload in payloads]
         mean = self.method.mean(arrays, self.ctx, agreed=self.agreed)
@@ -445,7 +445,7 @@ def _held(grace: Any) -> Any:
 
 
 class Plans:
-    """Plans, as `grace plan` writes them and as a worker reads them; and profiles."""
+    """Mutated plans: read as a file, or as workers agree on them."""
 
     def __init__(self, kind: str):
         from grace.communicators.planned.strategy import parse
@@ -525,7 +525,7 @@ class Settings:
 
 # -- running ---------------------------------------------------------------------------------------------------------
 def targets(backends: tuple[str, ...] = ("numpy", "torch", "tensorflow")) -> list[Target]:
-    """All targets: every method of the table on each backend; and the loaders."""
+    """All targets: every method of tests/table.py on each backend; and the readers of files and settings."""
     from table import ROWS
 
     found = []
@@ -596,7 +596,7 @@ def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> N
 
 
 def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> list[Count]:
-    """As `go`, in a process that may crash or stall for ``hang`` seconds: that costs one input."""
+    """As `go`, in a process that may crash, or is killed if it stalls for ``hang`` seconds: either costs one input."""
     done: list[Count] = []
     total, first = Count(jobs[0][0].name), 0
     while len(done) < len(jobs):

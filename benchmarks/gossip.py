@@ -48,7 +48,7 @@ class ChocoSign(Mixing):
 
 
 def rounds(gossips: Sequence[Gossip], parameters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One round of all workers; returns their new parameters."""
+    """Run one round of all workers; returns their new parameters."""
     for gossip, mine in zip(gossips, parameters, strict=True):
         gossip.launch(mine)
     while [gossip for gossip in gossips if not gossip.advance()]:
@@ -57,7 +57,7 @@ def rounds(gossips: Sequence[Gossip], parameters: Sequence[dict[str, Any]]) -> l
 
 
 def workers(mixing: Mixing, size: int, topology: Any = "ring") -> list[Gossip]:
-    """One Gossip for each worker of a world in this process."""
+    """Make a Gossip for each of ``size`` workers in this process."""
     world = World(size)
     return [Gossip(mixing, topology, LocalTransport(world, rank)) for rank in range(size)]
 
@@ -72,7 +72,10 @@ def matrices(kind: str, seed: int = 0) -> list[Any]:
 
 
 def consensus(mixing: Mixing, start: list[Any], most: int, to: float = 1e-3) -> tuple[list[float], int]:
-    """Relative distances from the mean after each round, until one is below ``to``; bytes that a worker sent."""
+    """Mix until the relative distance from the mean is below ``to``, for at most ``most`` rounds.
+
+    Returns the distance after each round, and the bytes that a worker sent.
+    """
     gossips, mean = workers(mixing, len(start)), np.mean(start, 0)
     xs = [{"w": x} for x in start]
     for gossip in gossips:

@@ -8,9 +8,8 @@ early; passes inside no_sync; a skipped step; a backward pass that fails on one 
 batch. The program fails unless:
 
 - Weights are bit-identical on all workers.
-- Nothing is lost: the sum of the applied gradients = the weights + the residuals. Gradients are integers, so the sums
-are
-  exact for methods that do not round elements.
+- Nothing is lost: the sum of all gradients that were not discarded, averaged over the workers, equals the weights plus
+  the residuals. Gradients are integers, so the sums are exact for methods that do not round elements.
 - A pass that fails on one worker raises on all within the time limit, and there are no other errors.
 """
 
@@ -50,7 +49,7 @@ class Failure(RuntimeError):
 
 
 def work(folder: Path, rank: int, steps: int, seed: int) -> None:
-    """One worker: trains, and writes its results."""
+    """Train as one worker, and write its results."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +96,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
             return [torch.randint(-8, 9, p.shape, generator=data).float() for p in net]  # noqa: B023
 
         def backward(whole: list[Any], fails: bool = False) -> None:
-            # The gradient of this loss is the batch. The operation that comes first gets its gradient last.
+            # The gradient of this loss is the batch. Fails comes first in the forward pass, so its backward runs last.
             leaves = [Fails.apply(net[0], fails), *net[1:]]  # noqa: B023
             sum((p * x).sum() for p, x in zip(leaves, whole, strict=True)).backward()
 
@@ -163,7 +162,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
 
 
 def differ(arrays: list[Any]) -> int:
-    """Whether the workers' arrays differ."""
+    """Return 1 if the workers' arrays differ, else 0."""
     import torch.distributed as dist
 
     digest = hashlib.sha256(b"".join(array.numpy().tobytes() for array in arrays)).hexdigest()
@@ -173,7 +172,7 @@ def differ(arrays: list[Any]) -> int:
 
 
 def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
-    """The largest difference between the applied gradients and the sum of weights and residuals."""
+    """The largest difference between ``counted`` and ``applied`` plus the residuals, averaged over the workers."""
     import torch
     import torch.distributed as dist
 

@@ -30,12 +30,12 @@ from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio
 from grace.transports.local import LocalTransport, World
 
 EVERY = 10  # steps between two measurements of the noise
-FIRST = 30  # number of steps that `auto` would measure
+FIRST = 30  # end of the first steps, in which `auto` would try methods
 
 
 @dataclass(frozen=True)
 class Watch(Policy):
-    """A policy with one level that stores the noise of every ``every`` steps in its memo."""
+    """A policy with one level that stores a noise ratio in its memo every ``every`` steps."""
 
     feeds_back: bool
     every: int = EVERY
@@ -57,7 +57,7 @@ class Watch(Policy):
 
 
 def train(name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
-    """One training: ratios of noise, and its curve of (step, quality)."""
+    """Train once; returns a row with the noise ratios, and the curve of (step, quality)."""
     task = task_of(name)
     scale, data = task.quick, task.data()
     torch.manual_seed(seed)

@@ -28,7 +28,7 @@ from grace.factorize import WarmUp, factorize, plan
 TEST_IMAGES = 450  # of 1797 images
 LOW: dict[str, Any] = {"rank_ratio": 0.25, "keep_first": 1, "keep_last": True, "min_numel": 0}
 HYBRID: dict[str, Any] = {**LOW, "keep_first": 3}
-# name: settings of the plan (None: dense), warm-up epochs (0: random factors from the start), method of exchange
+# By name: settings of the plan (None: dense), warm-up epochs (0: random factors from the start), params of the Grace.
 ARMS: dict[str, tuple[dict[str, Any] | None, int, dict[str, Any] | None]] = {
     "dense": (None, 0, None),
     "hybrid, warm-up": (HYBRID, 3, None),
@@ -60,7 +60,7 @@ def images(seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def train(arm: str, seed: int, epochs: int) -> dict[str, Any]:
-    """Train one form of the network; its parameters and accuracy on the test images after every epoch."""
+    """Train one arm. Returns its number of parameters, and the accuracy on the test images after every epoch."""
     settings, warm, method = ARMS[arm]
     x, y, test_x, test_y = images(seed)
     torch.manual_seed(seed)
@@ -94,7 +94,7 @@ def train(arm: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def teacher_student(seed: int, steps: int = 480, warm: int = 120) -> tuple[float, float]:
-    """Loss of a student of rank ratio 1/16 that learns a teacher's outputs: with warm-up, or from random factors."""
+    """Losses of a student of rank ratio 1/16 that learns a teacher's outputs: with warm-up, and from random factors."""
 
     def student(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def teacher_student(seed: int, steps: int = 480, warm: int = 120) -> tuple[float
 
 
 def step_times(rounds: int = 30) -> dict[str, dict[str, float]]:
-    """Seconds of a training step, dense and factorised, in alternating runs."""
+    """Measure seconds of a training step, dense and factorised, in alternating runs."""
     mlp = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(1024, 1024), nn.ReLU())))
     convolution = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1))
     found = {}
@@ -158,7 +158,7 @@ def step_times(rounds: int = 30) -> dict[str, dict[str, float]]:
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Accuracy over the epochs, one line per form: mean over seeds."""
+    """Draw the accuracy over the epochs, one line per arm: means over seeds."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2))

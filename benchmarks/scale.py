@@ -2,9 +2,9 @@
 
     python -m benchmarks.scale [--workers 2,4,8,16] [--compressors bf16,qsgd,...] [--elements 1048576]
 
-Workers in this process exchange a tensor of normal numbers through the code of real workers. Measured are the bytes
-that a worker receives, relative to a dense float32 ring allreduce, and the CPU milliseconds from the payloads to the
-mean.
+Workers in this process exchange a tensor of normally distributed numbers with the code that real workers run. Measured
+are the bytes that a worker receives, relative to a dense float32 ring allreduce, and the CPU milliseconds from the
+payloads to the mean.
 """
 
 from __future__ import annotations

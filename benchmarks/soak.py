@@ -8,8 +8,8 @@ exchange or a checkpoint. The others must end with an error by themselves; then 
 checkpoint. The program fails unless:
 
 - Weights are bit-identical on all workers at every checkpoint, also when steps are repeated.
-- Nothing is lost: all gradients = the weights + the residuals. Gradients are integers, so this is exact for methods
-  that do not round elements.
+- Nothing is lost: the sum of all gradients, averaged over the workers, equals the weights plus the residuals. Gradients
+  are integers, so this is exact for methods that do not round elements.
 - No worker waits for a dead one for longer than its time limit.
 - A worker's memory does not grow.
 """
@@ -72,10 +72,10 @@ class Found:
     steps: int = 0
     """Training steps; each is one exchange per case."""
     executed: int = 0
-    """The same, including steps repeated after a restart."""
+    """Training steps, including those repeated after a restart."""
     checkpoints: int = 0
     compared: int = 0
-    """Digests of weights, over all workers and restarts."""
+    """Number of compared digests of weights, over all workers and restarts."""
     different: int = 0
     kills: int = 0
     restarts: int = 0
@@ -93,7 +93,7 @@ class Found:
     """Growth in KiB per 1000 steps after `SETTLED` steps in the longest life, the median over workers. The largest rise
     between two readings is left out: the allocator takes 2 MiB once in some 10,000 steps."""
     longest: int = 0
-    """Steps of that life."""
+    """Steps of the longest life."""
 
     @property
     def failures(self) -> list[str]:
@@ -115,7 +115,7 @@ class Found:
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
 def work(folder: Path, rank: int, life: int, seed: int) -> None:
-    """One worker's life, from the last checkpoint to its end."""
+    """Run one worker's life, from the last checkpoint to its end."""
     import torch
     import torch.distributed as dist
 
@@ -269,7 +269,7 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
 
 
 def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.6) -> Found:
-    """Run for a number of seconds, without kills in the last ``rest`` seconds."""
+    """Run for a number of seconds. ``rest``: the share of this time, at its end, without kills."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
 

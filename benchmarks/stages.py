@@ -37,7 +37,7 @@ def bits(n: int) -> dict[str, Any]:
 
 
 def top(percent: int) -> dict[str, Any]:
-    """Top-k of each example."""
+    """Top-k of each example, with this percentage of its elements."""
     return {"compressor": "topk", "compress_ratio": percent / 100}
 
 
@@ -86,7 +86,7 @@ def train(
 
 
 def used(model: nn.Module, edges: list[Boundary], quality: Callable[[], float]) -> tuple[float, float]:
-    """Quality with and without compression between the stages."""
+    """Evaluate the quality with and without compression between the stages."""
     found = []
     model.eval()
     for compress in (True, False):
@@ -137,7 +137,7 @@ TASKS = {"digits": digits, "text": text}
 
 
 def row(task: str, method: str, seed: int) -> dict[str, Any]:
-    """One training."""
+    """Train once; returns the row of results."""
     torch.manual_seed(seed)
     (compressed, plain), edges = TASKS[task](method, seed)
     reports = [each for edge in edges for each in edge.report().edges]

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # `grace.torch`, `grace.tensorflow` and `grace.keras` import their toolkit on first use.
+    # Import these modules on first use; `torch`, `tensorflow` and `keras` import their toolkit.
     if (
         name in ("torch", "tensorflow", "keras", "checkpoint", "elastic", "local", "trackers")
         or f"grace.{name}" in ALIASES

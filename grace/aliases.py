@@ -34,7 +34,7 @@ ALIASES = {
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds `ALIASES`; a module and its alias are one object."""
+    """Imports the modules named in `ALIASES`; a module and its alias are one object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -39,7 +39,7 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
 
     The file appears under its name, in a folder per step, once it is completely on disk. Then all but ``keep`` - 1 of
     this worker's older files are removed (0: keep all): with 2 or more, there is a complete checkpoint of all workers
-    at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError.
+    at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError if writing fails.
     """
     if keep == 1 or keep < 0:
         raise ValueError(f"keep={keep!r} must be 0 (keep all) or at least 2: the last one may be incomplete elsewhere")
@@ -65,8 +65,9 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
 def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) -> int:
     """Load files of `save` from ``folder``; returns their step. Every worker must make this call.
 
-    Takes the last step that all workers have, or ``step``. With an unchanged number of workers, each reads only its own
-    file; otherwise each reads those of all previous workers, and every array follows its rule (`grace.core.Resize`).
+    Takes ``step``, or by default the last step that all workers have. With an unchanged number of workers, each reads
+    only its own file; otherwise each reads the files of all previous workers, and resizes every array by its rule
+    (`grace.core.Resize`).
     Raises FileNotFoundError without a checkpoint, ValueError for files that are damaged, or belong to other settings or
     another model: then nothing is changed, on any worker. Before the tensors are known (a DDP hook learns them in its
     first pass), a worker takes the last step with files of all workers in ``folder``, or else its own last one; if
@@ -111,7 +112,7 @@ def numbers(folder: str | os.PathLike[str]) -> list[int]:
 def left_behind(
     folder: str | os.PathLike[str], step: int, here: Sequence[int], world_size: int
 ) -> list[dict[str, Any]]:
-    """States saved at a step by those of ``world_size`` workers that are not ``here``; skips unreadable files."""
+    """States that ranks of ``world_size`` workers saved at a step, except ranks ``here``; skips unreadable files."""
     found = []
     for rank in set(range(world_size)) - set(here):
         path = Path(folder) / f"step-{step:09}" / _name(rank, world_size)
@@ -138,7 +139,7 @@ def _name(rank: int, size: int) -> str:
 
 
 def _listed(here: Path) -> list[Path]:
-    # Empty if there is no folder, or if another worker has just removed it.
+    # The folder's contents; empty if there is no folder, or if another worker has just removed it.
     try:
         return list(here.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -151,7 +152,7 @@ def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 
 
 def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
-    # Other workers do the same concurrently: whoever removes the last file removes the folder.
+    # Workers prune concurrently: whoever removes the last file removes the folder.
     folders = [here for _, here in _numbered(folder)]
     mine = [here for here in folders if (here / name).exists()]
     for old in folders[: folders.index(mine[-keep])] if len(mine) > keep else []:
@@ -163,7 +164,7 @@ def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
 
 
 def _whole(here: Path) -> list[Path]:
-    # The files of all workers of a run, if complete.
+    # The files of all workers of a run; empty if some are missing.
     for size in sorted({int(match[2]) for each in _listed(here) if (match := FILE.fullmatch(each.name))}):
         paths = [here / _name(rank, size) for rank in range(size)]
         if all(path.exists() for path in paths):
@@ -231,7 +232,7 @@ def _read_file(path: Path, step: int) -> dict[str, Any]:
 
 
 def _read(file: Any) -> dict[str, Any]:
-    # All errors in the data become ValueError.
+    # Raises ValueError for any error in the data.
     try:
         with zipfile.ZipFile(file) as archive:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):

@@ -1,4 +1,4 @@
-"""Horovod elastic: training continues while workers join and leave, including their residuals.
+"""Horovod elastic: training continues, with its residuals, while workers join and leave.
 
     # or KerasState(model, epoch=0)
     state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
@@ -8,9 +8,9 @@
         ...
         state.commit()
 
-A state commits, restores and syncs what Horovod's own states do, and the state of a Grace. After a change
-of workers, every array follows its rule (`grace.core.Resize`): residuals of the remaining workers are added up and
-divided among all. Only the data of lost workers is lost.
+A state commits, restores and syncs what Horovod's own states do, and the state of a Grace. After a change of workers,
+every array is resized by its rule (`grace.core.Resize`): residuals of the remaining workers are added up and divided
+among all workers. Only the residuals of lost workers are lost.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from grace.transports import get_transport
 __all__ = ["KerasState", "TorchState", "run"]
 
 Folder = str | os.PathLike[str] | None
-# TensorFlow's errors for a lost worker. Before an operation begins, the text is Horovod's; later it is gloo's (with its
-# source file) or NCCL's, and only the operation's name shows that GRACE issued it.
+# Matches TensorFlow's errors for a lost worker. Before an operation begins, the text is Horovod's; later it is gloo's
+# (with its source file) or NCCL's, and only the operation's name shows that GRACE issued it.
 _LOST = re.compile(r"Horovod|gloo/transport/|\{\{node (\S*/)?grace\.")
 
 
@@ -46,9 +46,10 @@ def TorchState(
     """A horovod.torch.elastic.TorchState that includes a Grace.
 
     ``grace``: by default that of a distributed optimizer; or a `grace.local.DiLoCo`. ``folder``: write every commit
-    there, too, as with `grace.checkpoint.save`, so that a worker's commits outlive it. Use a new folder for each job,
-    on a disk (or /dev/shm) that another worker of the machine, or all workers, can read. Everything else is Horovod's:
-    more models, optimizers and samplers by name, and plain objects. Create it before `run`; it sends no messages.
+    there, too, as with `grace.checkpoint.save`, so that a worker's commits outlive the worker. Use a new folder for
+    each job, on a disk (or /dev/shm) that another worker of the machine, or all workers, can read. Other arguments are
+    Horovod's: more models, optimizers and samplers by name, and plain objects. Create it before `run`; it sends no
+    messages.
     """
     return _torch_state()(model, optimizer, grace, folder, **kwargs)
 
@@ -56,10 +57,11 @@ def TorchState(
 def KerasState(
     model: Any, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
 ) -> Any:
-    """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace.
+    """As horovod.tensorflow.elastic.TensorFlowKerasState, but for Keras 3 and with a Grace.
 
-    ``model``: built. ``optimizer``: by default the compiled model's. ``grace``: by default that of a distributed
-    optimizer; or a `grace.local.DiLoCo`, to which it gives the model's variables. ``folder``: as in `TorchState`.
+    ``model``: a built model. ``optimizer``: by default the compiled model's. ``grace``: by default that of a
+    distributed optimizer; or a `grace.local.DiLoCo`, which then gets the model's variables. ``folder``: as in
+    `TorchState`.
     ``kwargs``: plain objects by name. Create your own tf.functions that average gradients inside the function that
     `run` wraps: a graph is valid for one number of workers, and raises InvalidArgumentError with another.
     """
@@ -69,8 +71,8 @@ def KerasState(
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``train(state, ...)`` again from the last commit whenever workers were lost or have joined.
 
-    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of TensorFlow's errors for a lost
-    worker. ``state``: a `TorchState` or `KerasState`.
+    Replaces horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of TensorFlow's errors for a
+    lost worker. ``state``: a `TorchState` or `KerasState`.
     """
 
     @functools.wraps(train)
@@ -89,8 +91,8 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    # TensorFlow wraps Horovod's errors in its own. Any other error is raised: with a user's error, restarts would never
-    # end.
+    # Raise HorovodInternalError where TensorFlow wrapped Horovod's error in its own, so that Horovod restarts. Raise
+    # any other error unchanged: after a user's error, restarts would never end.
     from horovod.common.exceptions import HorovodInternalError
 
     try:
@@ -104,12 +106,12 @@ def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -
 
 
 class _Carrying:
-    """Adds a Grace to one of Horovod's states; comes before it among the bases."""
+    """Adds a Grace to one of Horovod's states; must precede that class among the bases."""
 
     toolkit = ""
 
     def carry(self, grace: Grace | None, optimizer: Any, folder: Folder) -> None:
-        """Set the Grace, by default that of an optimizer."""
+        """Set the Grace, by default the optimizer's."""
         if grace is None:
             held = getattr(optimizer, "_grace", None)
             grace = held if isinstance(held, Grace) else getattr(held, "grace", None)
@@ -119,8 +121,8 @@ class _Carrying:
                 "as grace=grc"
             )
         self.grace, self._folder = grace, folder
-        self._commits = [grace.state_dict()]  # the last two commits: a worker may die while others commit
-        self._restored = False  # after a restore, sync the commit instead of the Grace's current state
+        self._commits = [grace.state_dict()]  # states at the last two commits: a worker may die while others commit
+        self._restored = False  # whether to sync the last commit, after a restore, not the current state
         self._met = False  # whether this worker has synced with others before
 
     def save(self) -> None:
@@ -157,7 +159,7 @@ class _Carrying:
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def _follow(self) -> None:
-        # All workers are present, the remaining ones with their state: compare commits, then send the valid ones.
+        # Called once all workers have joined, surviving ones with their states: agree on a commit, and load its states.
         transport: Any = get_transport("horovod").bind(get_backend(self.toolkit))
         transport.timeout = self.grace.options.timeout
         places = [[state[key] for key in ("step", "world_size", "rank")] for state in self._commits]

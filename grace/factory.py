@@ -1,6 +1,6 @@
 """`grace_from_params`: builds a Grace from a dictionary of names and numbers.
 
-Keys and defaults are the dataclass fields of the registered classes.
+Keys and their defaults are those of the registered classes' dataclass fields.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _check_params(params: Any) -> None:
 
 
 def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
-    # "auto" is a policy over whole methods.
+    # Compressor "auto" is implemented as a policy that switches between whole methods.
     if odd := sorted({"memory", "communicator", "policy", "plan"} & rest.keys()):
         raise ValueError(f"compressor 'auto' chooses whole methods: give {odd[0]!r} to its candidates, as in "
                          f"candidates=[{{'compressor': 'topk', {odd[0]!r}: {rest[odd[0]]!r}}}]")  # fmt: skip
@@ -87,7 +87,7 @@ def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(rest: dict[str, Any]) -> Communicator:
-    # The communicator of a plan: a file name, or its content. Only worker 0 needs the file.
+    # The communicator for a plan: a file name, or its content. Without a policy, only worker 0 needs the file.
     from grace.communicators.planned import Planned
     from grace.communicators.planned.table import PlanTable, leveled_params
     from grace.planner.plan import from_dict

@@ -1,8 +1,8 @@
 """Gossip: each worker mixes its parameters with its neighbours' instead of averaging gradients over all workers.
 
-There is no collective over all workers. After its own optimizer step, a worker moves towards its neighbours, so that
-the workers' parameters stay close, and training moves their mean. A `Mixing` defines the messages between neighbours;
-`Gossip` exchanges them. Integrations: `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
+There is no collective over all workers. After its own optimizer step, a worker moves its parameters towards its
+neighbours', so that all workers' parameters stay close while training moves their mean. A `Mixing` defines the messages
+between neighbours; `Gossip` exchanges them. Integrations: `grace.torch.gossip` and `grace.keras.GossipCallback`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TOPOLOGIES = ("ring", "torus", "complete")
 def edges(topology: Topology, workers: int) -> list[tuple[int, int]]:
     """The pairs (i, j), i < j, of neighbouring workers, sorted.
 
-    ``topology``: "ring"; "torus", a grid as square as the number of workers allows, closed on both sides; "complete";
-    or the pairs themselves. Raises ValueError for invalid pairs, and for a disconnected graph.
+    ``topology``: "ring"; "torus", a grid as square as the number of workers allows, closed in both directions;
+    "complete"; or the pairs themselves. Raises ValueError for invalid pairs, and for a disconnected graph.
     """
     if not isinstance(topology, str):
         found = {(min(pair), max(pair)) for pair in topology}
@@ -68,12 +68,12 @@ def edges(topology: Topology, workers: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Edge:
-    """A neighbour of a worker."""
+    """The link from a worker to a neighbour, whose rank is ``peer``."""
 
     peer: int
     weight: float
-    """Metropolis: 1 / (1 + the larger degree of the two). Equal at both ends; a worker's weights add up to less than
-    1."""
+    """The Metropolis weight 1 / (1 + d), where d is the larger number of neighbours of the two workers. Equal at both
+    ends; a worker's weights add up to less than 1."""
 
 
 def neighbours(topology: Topology, workers: int, rank: int) -> tuple[Edge, ...]:
@@ -90,22 +90,23 @@ def _ordered(i: int, j: int) -> tuple[int, int]:
 
 # -- mixings -----------------------------------------------------------------------------------------------------------
 class Mixing(ABC):
-    """How neighbours approach each other. A frozen dataclass, pure as a compressor; ``x`` is float32[n].
+    """Defines how neighbours' tensors approach each other. A frozen dataclass, pure as a compressor.
 
     A law: the changes at both ends of an edge cancel out, so that the workers' sum is preserved.
+    Arguments: ``x``, a tensor as float32[n]; ``near``, this worker's neighbours.
     """
 
     def init(self, ctx: Context, near: Sequence[Edge]) -> State:
-        """A tensor's initial state."""
+        """Return a tensor's initial state."""
         return {}
 
     @abstractmethod
     def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
-        """This worker's tensor after one round, and next state. ``ctx.step``: the round, an int."""
+        """Return this worker's tensor after one round, and its next state. ``ctx.step``: the round's number, an int."""
 
 
 def swap(parts: Mapping[int, Payload], ctx: Context) -> Program[list[Payload]]:
-    """Exchange parts with each neighbour; returns the received ones, in the order of ``parts``. Shapes must agree."""
+    """Send ``parts``, payloads by neighbour's rank; return theirs in this order. Shapes at both ends must agree."""
     received = yield AllToAll(tuple(parts.get(worker, ()) for worker in range(ctx.world_size)), mutual=True)
     return [received[peer] for peer in parts]
 
@@ -126,13 +127,14 @@ class Full(Mixing):
 class PowerGossip(Mixing):
     """Neighbours move along the directions in which they differ most, found by power iteration on X_i - X_j.
 
-    Each edge owns factors P and Q. In each round one of them, alternately, is orthonormalised; both ends send their
-    matrix's product with it; the difference of the products becomes the other factor, and both ends move by P Q. A
-    message has r a or r b numbers for an a x b matrix. There is no step size to tune. Vectors are mixed uncompressed.
+    Each edge has factors P and Q. Each iteration orthonormalises one of them, alternately; both ends send their
+    matrix's product with it; the difference of the products becomes the other factor, and both ends move by P Q times
+    the edge's weight. A message has r a or r b numbers for an a x b matrix. There is no step size to tune. Vectors are
+    mixed uncompressed.
     State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.
-    ``rank``: r; if it reaches min(a, b), a step is exact. ``steps``: power iterations per round. ``gamma``: scales each
-    move. ``warm_start``: begin with the last step's factor instead of a random one. ``sign``: round the vector of
-    rank 1 to its signs.
+    ``rank``: r; if it reaches min(a, b), an iteration is exact. ``steps``: iterations per round. ``gamma``: scales each
+    move. ``warm_start``: begin with the last iteration's factor instead of a random one. ``sign``: for rank 1,
+    replace the factor by its signs, scaled to norm 1, instead of orthonormalising it.
     The authors' code omits the first round, since it mixes before the optimizer's first step; here each mixing follows
     a step.
     Vogels, Karimireddy and Jaggi, "Practical low-rank communication compression in decentralized deep learning",
@@ -182,13 +184,13 @@ class PowerGossip(Mixing):
             for edge, basis, product, (other,) in zip(near, bases, mine, received, strict=True):
                 towards = other - product
                 change = change + (self.gamma * edge.weight) * (basis @ towards if left else towards @ basis)
-                if self.warm_start:  # the same sign at both ends: the factor belongs to the edge
+                if self.warm_start:  # flip the sign at one end: both store the same factor
                     state[f"{edge.peer}/{'q' if left else 'p'}"] = towards if ctx.rank > edge.peer else -towards
             matrix = matrix + change
         return xp.reshape(matrix, (-1,)), state
 
     def _sizes(self, ctx: Context) -> tuple[int, int, int]:
-        # Rows, columns and rank; the shape is cut so that rows plus columns are fewest.
+        # Rows, columns and rank of the matrix; its shape is split where the sum of rows and columns is smallest.
         cuts = [math.prod(ctx.shape[:cut]) for cut in range(1, len(ctx.shape))]
         a = min(cuts, key=lambda a: a + ctx.size // a)
         return a, ctx.size // a, min(self.rank, a, ctx.size // a)
@@ -225,7 +227,7 @@ class Gossip:
     ``mixing``: default `PowerGossip()`. ``topology``: as for `edges`. ``transport``: "horovod", "torch", "local" or a
     Transport; default: the one that is initialised by the time of `build`. ``seed``: of all random numbers, equal on
     all workers.
-    Every worker must make the same calls. Messages of all tensors travel together, one per step of the mixing.
+    Every worker must make the same calls. Each iteration of the mixing sends the messages of all tensors together.
     """
 
     def __init__(
@@ -315,14 +317,14 @@ class Gossip:
         )
 
     def step(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        """All parameters after one round of mixing, in their shapes and dtypes; does not change its arguments."""
+        """Return all parameters after one round of mixing, with their shapes and dtypes; changes no argument."""
         self.launch(parameters)
         while not self.advance():
             pass
         return self.land()
 
     def launch(self, parameters: Mapping[str, Array]) -> None:
-        """Begin a round. Must name all built parameters."""
+        """Begin a round with the values of all built parameters, by name."""
         if parameters.keys() != self._tensors.keys():
             odd = sorted(parameters.keys() ^ self._tensors.keys())[0]
             raise KeyError(f"a round must mix exactly the parameters that were built, but {odd!r} differs")

@@ -1,4 +1,4 @@
-"""Several workers in one process, to try or compare methods without a network."""
+"""Several workers in one process, to try and compare methods without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def simulate(
     steps: int | None = None,
     steps_per_epoch: int = 0,
 ) -> Simulation:
-    """Exchange gradients between workers in this process, through the code of real workers.
+    """Exchange gradients between workers in this process, with the code that real workers run.
 
     ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list of
     such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
@@ -65,22 +65,22 @@ def simulate(
 
 
 def workers(params: Mapping[str, Any], size: int) -> list[Grace]:
-    """The Graces of ``size`` workers in this process, to be driven by `step`. ``params``: of each Grace."""
+    """Make the Graces of ``size`` workers in this process, for `step`. ``params``: as for `grace_from_params`."""
     world = World(size)
     return [grace_from_params(params, LocalTransport(world, rank)) for rank in range(size)]
 
 
 def step(graces: Sequence[Grace], gradients: Gradients) -> list[dict[str, Any]]:
-    """One exchange of workers in this process: the means by name, for each worker.
+    """Run one exchange of workers in this process; returns each worker's means by name.
 
-    ``graces``: of `workers`. ``gradients``: one dictionary {name: array} per worker, with the same names; the first
-    step builds the tensors. None: absent on this worker.
+    ``graces``: from `workers`. ``gradients``: one dictionary {name: array} per worker, with the same names, and None
+    for a gradient that a worker lacks. The first step builds the tensors.
     """
     for grace, own in zip(graces, gradients, strict=True):
         if not grace.names:
             grace.build({name: array for name, array in own.items() if array is not None})
         grace.launch(own)
-    # Round by round over all workers, as their messages would arrive.
+    # Advance all workers round by round, as their messages would arrive.
     while [grace for grace in graces if not grace.advance()]:
         pass
     for grace in graces:
@@ -90,7 +90,7 @@ def step(graces: Sequence[Grace], gradients: Gradients) -> list[dict[str, Any]]:
 
 
 def _first(gradients: Any) -> Any:
-    # The first worker's gradients, or those of all workers in the first step.
+    # The first element: one worker's gradients, or the list of all workers' gradients in the first step.
     first = gradients[0] if isinstance(gradients, Sequence) and len(gradients) else None
     each = first[0] if isinstance(first, Sequence) and len(first) else first
     if not isinstance(each, Mapping):
@@ -112,7 +112,7 @@ def _settle(flights: Sequence[RoundScheduler | None]) -> None:
 
 
 def _convert(xp: Backend, array: Any) -> Any:
-    # Convert to an array of the backend; the dtype stays.
+    # Convert to an array of the backend, with the same dtype.
     try:
         own = backend_of(array)
     except TypeError:

@@ -1,4 +1,4 @@
-"""`grace.init`: joins the workers that any launcher started."""
+"""`grace.init`: joins the workers that a launcher started."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from grace.transports.launched import initialised, refuse_launched
 def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     """Join the workers that a launcher started; returns the transport for `grace_from_params(params, transport)`.
 
-    Takes the first of: an initialised torch.distributed or Horovod; torchrun's variables; horovodrun's; Ray Train;
-    SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker alone. Without an initialised group it calls
-    ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables. With
-    CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and why.
+    Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
+    Ray Train; SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker is alone. Without an initialised group
+    it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables.
+    With CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and
+    why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's
@@ -85,8 +86,9 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
 
 
 def _lay_out(job: Job, transport: Transport) -> None:
-    # torchrun tells which workers share a machine. Other launchers may assign ranks to machines in another order, as
-    # srun does with --distribution=cyclic: GRACE then regards all workers as on one machine.
+    # Set torchrun's variables that tell which workers share a machine. Other launchers may assign ranks to machines in
+    # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as if they
+    # were on one machine.
     if job.launcher == "torchrun":
         return
     told = [json.loads(text) for text in exchange(transport, json.dumps([job.local_rank, job.local_size]))]
@@ -97,7 +99,7 @@ def _lay_out(job: Job, transport: Transport) -> None:
 
 
 def exchange(transport: Transport, text: str) -> list[str]:
-    """Every worker's text, in rank order, before any tensor is known."""
+    """Return every worker's text, in rank order; usable before any tensor is known."""
     if transport.size == 1:
         return [text]
     import torch

@@ -53,7 +53,7 @@ def mlflow() -> Tracker:
 
 
 def _require(*packages: str) -> None:
-    # Check on all workers, though only worker 0 will import the package: so all fail together.
+    # Check on all workers, although only worker 0 will import the package, so that all fail together.
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"this tracker needs {package}: pip install {package}", name=package)
@@ -83,7 +83,7 @@ def _wandb(step: int, numbers: Mapping[str, float]) -> None:
     if wandb.run is None:
         raise RuntimeError("there is no active run: call wandb.init() on worker 0")
     _set_axis(wandb.run)
-    # Without step=, which would raise W&B's own count to Grace's, and W&B drops what is logged below that count.
+    # Do not pass step=: it would raise W&B's own count to Grace's, and W&B drops what is logged below its count.
     wandb.run.log({f"{PREFIX}step": step, **_named(numbers)})
 
 

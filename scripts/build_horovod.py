@@ -65,7 +65,7 @@ def mend(text: str, rule: Mend) -> str:
 
 
 def installed_version(*distributions: str) -> str | None:
-    """The version of the first of `distributions` that is installed here."""
+    """The version of the first of `distributions` that is installed here; None if none is."""
     for name in distributions:
         try:
             return metadata.version(name)

@@ -3,8 +3,9 @@
     pip install ziglang
     python scripts/compare_kernels.py dist/*.whl
 
-Wheels for AArch64 run in an emulator: apt-get install qemu-user libc6-arm64-cross. Sums of left, right and cosines are
-compared to five digits. Ends with 1 if results differ or a wheel has no kernels; names what cannot run here.
+Wheels for AArch64 run in an emulator: apt-get install qemu-user libc6-arm64-cross. Of the kernels left, right and
+cosines, sums are compared to five digits. Ends with 1 if results differ or a wheel has no kernels; names what cannot
+run here.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from grace.kernels.build import HERE, ISAS, MACHINE, build, compiler, find
 
 DRIVER = Path(__file__).with_name("kernels_driver.cc")
 EMULATOR = "qemu-aarch64"
-SYSTEM = os.environ.setdefault("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu")  # its C library
+SYSTEM = os.environ.setdefault("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu")  # folder of the emulated machine's C library
 
 
 def results(cxx: list[str], kernels: Path, loops: Path, isa: str, run: list[str], folder: Path) -> list[str]:
-    """The driver's output; empty if the machine lacks the instruction set."""
+    """Compile and run the driver; returns its lines, none if the machine lacks the instruction set."""
     driver = str(folder / "driver")
     options = ["-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-I", str(HERE)]
     subprocess.run([*cxx, *options, str(DRIVER), str(kernels), str(loops), "-o", driver], check=True)
@@ -67,7 +68,7 @@ def compare(wheel: str, wanted: list[str], cxx: list[str], folder: Path) -> bool
 
 
 def main(wheels: list[str]) -> int:
-    """Compare all, and print the results."""
+    """Compare all wheels, and print the results."""
     build("kernels", "scalar")
     cxx, kernels, loops = compiler(), find("kernels"), find("scalar")
     if not (cxx and kernels and loops):

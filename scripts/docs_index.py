@@ -33,7 +33,7 @@ def in_tabs(markdown: str) -> str:
 
 
 def highlighted(markdown: str) -> str:
-    """Mark the lines that a script of a toolkit has because of GRACE."""
+    """Highlight the lines that use GRACE, in scripts that import a toolkit."""
 
     def marked(match: re.Match[str]) -> str:
         code = match[1]
@@ -54,7 +54,7 @@ def highlighted(markdown: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Called by MkDocs first; the pages of methods follow the one that lists them."""
+    """Called by MkDocs first: add the pages of methods to the navigation, after the page that lists them."""
     pages = sorted(Path(config.docs_dir, "methods").glob("*.md"))
     for section in config.nav:
         if "Methods" in section:
@@ -63,12 +63,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Called by MkDocs for every page; the index is replaced, and links to README.md lead there."""
+    """Called by MkDocs for every page: replace the index by README.md, and point links to README.md there."""
     if page.file.src_uri == "index.md":
         markdown = for_the_site(Path(config.config_file_path).with_name("README.md").read_text())
     return in_tabs(highlighted(markdown.replace("](../README.md", "](index.md")))
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> None:
-    """Called by MkDocs for every page: it looks for anchors before tabs get theirs."""
+    """Called by MkDocs for every page: add the anchors of tabs, which MkDocs does not know yet."""
     page.present_anchor_ids |= set(re.findall(r'<input[^>]* id="([^"]+)"', html))

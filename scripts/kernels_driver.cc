@@ -1,5 +1,6 @@
-// Calls every kernel on made data and prints a digest of each result: for other compilers and machines
-// (compare_kernels.py), and for sanitizers (sanitize_kernels.py). Argument: the instruction set of the loops linked.
+// Calls every kernel on generated data and prints a digest of each result, for comparisons with other compilers and
+// machines (compare_kernels.py), and for sanitizers (sanitize_kernels.py). Argument: the instruction set of the linked
+// loops.
 //
 // Arrays have the sizes that api.h says, no element more, so that a sanitizer finds an access beyond them.
 #include <algorithm>
@@ -23,7 +24,7 @@ using Longs = std::vector<int64_t>;
 const grace::Loops* loops;
 int64_t threads = 1;
 
-Floats numbers(int64_t n, uint32_t seed) {  // of many magnitudes and both signs, exact on every machine
+Floats numbers(int64_t n, uint32_t seed) {  // values of many magnitudes and both signs, the same on every machine
   Ints words(static_cast<size_t>(n));
   grace_words(loops, seed, 1, 0, n, words.data(), threads);
   Floats found;
@@ -47,7 +48,7 @@ void tell(const std::string& name, int64_t a, int64_t b, const T&... values) {
   printf("\n");
 }
 
-void sums(const char* name, int64_t a, int64_t b, const Floats& values) {  // whose last bits may differ
+void sums(const char* name, int64_t a, int64_t b, const Floats& values) {  // prints sums of values whose last bits may differ
   double total = 0, size = 0;
   for (float value : values) total += value, size += std::fabs(value);
   printf("%s %lld %lld %.4e %.4e\n", name, static_cast<long long>(a), static_cast<long long>(b), total, size);
@@ -62,7 +63,7 @@ std::vector<uint16_t> noise(int64_t key, int64_t n) {
   return table;
 }
 
-// One vector of n elements by every kernel of blocks; with `swap` what is left changes places with x.
+// Calls every kernel of blocks on a vector of n elements; with `swap`, x takes the old residual.
 void blocks(int64_t n, int64_t block, int64_t swap) {
   const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
   const auto table = noise(5, 65536), offsets = noise(7, parts(n, 65536));
@@ -154,7 +155,7 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
   }
 }
 
-// Blocks that are rotated at random.
+// Calls the kernels of randomly rotated blocks.
 void rotated(int64_t n, int64_t width, int64_t swap) {
   const auto size = [](int64_t count) { return static_cast<size_t>(count); };
   const int64_t m = parts(n, width);
@@ -187,7 +188,7 @@ void rotated(int64_t n, int64_t width, int64_t swap) {
   }
 }
 
-// What sends few elements of a vector.
+// Calls the kernels of methods that send few elements of a vector.
 void sparse(int64_t n, int64_t swap) {
   const auto size = [](int64_t count) { return static_cast<size_t>(count); };
   const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
@@ -289,7 +290,7 @@ void sparse(int64_t n, int64_t swap) {
   }
 }
 
-// The rest of what encodes a vector.
+// Calls the other kernels that encode a vector.
 void methods(int64_t n) {
   const auto size = [](int64_t count) { return static_cast<size_t>(count); };
   const auto x = numbers(n, 2), residual = numbers(n, 3);
@@ -381,7 +382,8 @@ void matrix(int64_t a, int64_t b, int64_t r) {
   tell("topk rows", a * 10000 + b, r, places);
 }
 
-// Coefficients of cosine transforms. They depend on the instruction set in their last bits, and so may the choice of them.
+// Calls the kernels of cosine transforms. Coefficients depend on the instruction set in their last bits, and so may
+// their selection.
 void cosines(int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k) {
   const int64_t m = parts(a, rows) * parts(b, columns), over = rows * columns > 256;
   auto x = numbers(a * b, 7), residual = numbers(a * b, 8);

@@ -47,7 +47,7 @@ ISAS = "from grace.kernels import ISAS, library; assert library(); print(*(isa f
 
 
 def find(version: str) -> str | None:
-    """An interpreter of that version: on the path, or pyenv's."""
+    """An interpreter of that version, on the path or pyenv's; None if there is none."""
     known = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     beside = [each / "bin" / "python" for each in sorted(known.glob(f"{version}.*"))]
     for each in (shutil.which(f"python{version}"), *beside):
@@ -58,7 +58,7 @@ def find(version: str) -> str | None:
 
 
 def use(python: str, wheel: Path, folder: Path) -> bool:
-    """Whether the wheel works there."""
+    """Install the wheel for ``python`` in ``folder``; returns whether it works there."""
     own, grace = str(folder / "bin" / "python"), str(folder / "bin" / "grace")
     # No compiler, and no kernels but the wheel's.
     hidden = ("PYTHONPATH", "CXX", "GRACE_KERNELS")
@@ -94,7 +94,7 @@ def use(python: str, wheel: Path, folder: Path) -> bool:
 
 
 def main() -> int:
-    """Try them all."""
+    """Try all Pythons."""
     (wheel,) = map(Path, sys.argv[1:])
     good = True
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Run cases in the lab, interleaved and repeated, and store every result as a line of JSON."""
+"""Runs cases in the lab, interleaved and repeated; each result is a row for a line of JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Options:
     peer: str = ""
     """A checkout of upstream GRACE."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment of every launch."""
+    """Environment variables of every launch."""
 
 
 def measure(
@@ -57,7 +57,10 @@ def measure(
     options: Options,
     tell: Tell = print,
 ) -> Iterator[Row]:
-    """All combinations, in shuffled order within each repeat. ``cases_of(workers_per_host)`` gives the cases."""
+    """Measure all combinations, in shuffled order within each repeat; yields rows.
+
+    ``cases_of``: returns the cases for a number of workers per host.
+    """
     order = random.Random(options.seed)
     for text in topologies:
         hosts, workers = parse_topology(text)
@@ -99,7 +102,7 @@ def machine() -> Row:
 
 
 def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tell) -> Iterator[Row]:
-    # Jobs for one launch, by launcher and environment.
+    # Launch jobs of the same launcher and environment together; yield their rows.
     def launch_of(job: tuple[Case, str]) -> tuple[Any, ...]:
         return job[0].launcher, tuple(sorted(job[0].env.items()))
 
@@ -118,7 +121,7 @@ def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tel
 
 
 def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: Tell) -> tuple[list[Row], str]:
-    # Rows of the finished jobs, the last one possibly with an error; and the error.
+    # Rows of the finished jobs, the last one possibly with an error; and the launch's outcome as text.
     with tempfile.TemporaryDirectory(prefix="jobs-", dir=lab.folder) as name:
         folder = Path(name)
         plan = {
@@ -165,7 +168,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
                     ranks.setdefault(found["job"], {})[found["rank"]] = found
     rows = []
     for index, (case, model) in enumerate(jobs):
-        # Compare losses of complete trainings only with each other.
+        # Trainings with decay have a model name of their own, so that losses are compared only among them.
         head = {"case": case.to_dict(), "model": f"{model}, decay" if options.decay else model}
         if len(ranks.get(index, {})) == lab.size:
             rows.append({**head, **joined([ranks[index][rank] for rank in range(lab.size)])})
@@ -178,7 +181,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
 
 
 def joined(ranks: Sequence[Row]) -> Row:
-    """One row from the reports of all ranks: the slowest one's time, the busiest link's bytes."""
+    """One row from the reports of all ranks: the time of the slowest rank, the bytes of the busiest link."""
     slowest = max(ranks, key=lambda found: found["seconds"])
     row = {key: ranks[0][key] for key in ("steps", "complete", "loss", "losses", "parameters")}
     row |= {
@@ -195,7 +198,10 @@ def joined(ranks: Sequence[Row]) -> Row:
 
 
 def bound(alone: float, wire: float, rate: str, rounds: int) -> float:
-    """The bound of a step: 1.3 x (step without communication + bytes on the wire / link rate) + 15 ms per round."""
+    """The most seconds a step may take: 1.3 x (a step alone + bytes on the wire / link rate) + 15 ms per round.
+
+    ``alone``: seconds of a step without communication; ``wire``: bytes on the wire.
+    """
     return 1.3 * (alone + 8 * wire / bits_per_second(rate)) + 0.015 * rounds
 
 

@@ -1,4 +1,4 @@
-"""The cases: a row for each way to average gradients. Add a row to measure another way."""
+"""The cases, each a way to average gradients or to train locally. Add a row to measure another."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Case:
     """The exchange of gradients: a function of doors.py."""
     launcher: str
     params: dict[str, Any] = field(default_factory=dict)
-    """Its arguments; for ours, the dictionary of ``grace_from_params``."""
+    """The function's arguments; for GRACE, the dictionary of ``grace_from_params``."""
     rounds: int = 1
     """Dependent rounds per step; the bound allows 15 ms for each."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment of the launch."""
+    """Environment variables of the launch."""
     nodes: bool = False
-    """Needs several workers on each host."""
+    """Whether it needs several workers on each host."""
 
     @property
     def period(self) -> int:
-        """Steps until the exchange repeats."""
+        """Steps from one exchange to the next."""
         return int(self.params.get("local", {}).get("sync_every", 1))
 
     @property
@@ -44,11 +44,11 @@ class Case:
         return self.door.startswith("grace")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain data for JSON."""
         return {**asdict(self), "period": self.period}
 
 
-# Name, parameters, rounds with three or more hosts.
+# (name, parameters, rounds with three or more hosts) of each method.
 METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("none", {"compressor": "none"}, 1),
     ("fp16", {"compressor": "fp16"}, 1),
@@ -139,7 +139,7 @@ NODES = [
 
 DELAYED = {"sync_every": 100, "fragment_sync_delay": 40}
 LOCAL = [
-    Case(f"grace-local-{name}", "grace_local", TORCHRUN, params, rounds=0)  # hidden, or once in many steps
+    Case(f"grace-local-{name}", "grace_local", TORCHRUN, params, rounds=0)  # exchanges are rare or hidden
     for name, params in (
         ("sgd-fp16", {"local": {"preset": "localsgd", "sync_every": 100}, "compressor": "fp16"}),
         ("diloco-int8", {"local": {"sync_every": 100}, "compressor": "blockint"}),

@@ -1,4 +1,4 @@
-"""Compares the choice of the compressor "auto" with every method that it can choose.
+"""Compares the steps of the compressor "auto", after its choice, with those of fixed methods (`BY_HAND`).
 
 Every worker runs this file, by torchrun: MODEL SECONDS FOLDER. Worker 0 writes FOLDER/choice.json.
 """
@@ -34,7 +34,7 @@ BY_HAND = (DENSE, "fp16", "topk", "sign", "powersgd", "int8-2stage", "int4-2stag
 
 
 def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple[Callable[[], float], Grace]:
-    """A model's training; each call runs a whole step and returns its seconds."""
+    """Set up a model's training; returns a function that runs a step and returns its seconds, and the Grace."""
     task = TASKS[model]()
     torch.manual_seed(0)
     made = task.model()
@@ -55,7 +55,7 @@ def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple
 
 
 def run(model: str, seconds: float, folder: Path) -> None:
-    """Let "auto" choose, then time all methods. All workers call it together."""
+    """Let "auto" choose, then time it and the fixed methods. All workers call it together."""
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     settings = {name: params for name, params, _ in METHODS if name in (AUTO, *BY_HAND)}

@@ -199,7 +199,7 @@ def auto(
     out: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit per model and rate in seconds.")] = 600.0,
 ) -> None:
-    """Time the compressor "auto" against every method that it could choose, in alternating steps."""
+    """Time the compressor "auto" against fixed methods, in alternating steps."""
     found = {}
     with _plain_errors():
         for rate, read in _measured(_rates(rates), hosts, burst, timeout):
@@ -241,8 +241,8 @@ def clean(
 
 
 def _measured(rates: Sequence[str], hosts: str, burst: int, timeout: float) -> Iterator[tuple[str, Callable[..., Any]]]:
-    # Each rate, with a function that runs a worker's file at this rate, given arguments and a folder, and returns the
-    # file's output.
+    # Yield each rate with a function that, at this rate, runs a file of this folder on all workers with the given
+    # arguments, and returns the JSON that it wrote.
     count, workers = network.parse_topology(hosts)
     with Lab(count, "1gbit", workers, burst or None) as lab:
         for rate in rates:

@@ -1,4 +1,4 @@
-"""Integrations that exchange gradients, by name. Each returns the model and a hook to call before every step."""
+"""Integrations that exchange gradients, by name. Each takes a model and its optimizer and returns a `Joined`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Joined(NamedTuple):
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """No communication: every worker trains alone, side by side."""
+    """No communication: the workers train side by side, each alone."""
     return Joined(model, optimizer)
 
 
@@ -76,12 +76,12 @@ def upstream(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[st
 
 
 def grace(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """GRACE's distributed optimizer, over the launcher's library."""
+    """GRACE's distributed optimizer, over torch.distributed or Horovod, by the launcher."""
     import grace.torch
     from grace import grace_from_params
 
     grc = grace_from_params(params)
-    if params.get("memory") == "dgc":  # the method has momentum
+    if params.get("memory") == "dgc":  # the memory has momentum
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
     named = model.named_parameters()
@@ -104,7 +104,7 @@ def grace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[s
 
 
 def grace_local(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """Local training: workers exchange what they learned every H steps."""
+    """Local training: workers average pseudo-gradients every H steps."""
     import grace.local
     import grace.torch
 

@@ -38,7 +38,7 @@ from grace.transports import get_transport
 
 WIDTH, DEPTH, BATCH = 1024, 6, 128
 SIZES = (2**12, 2**16, 2**18, 2**21, 2**22, 2**23)
-"""Bytes at which collectives are timed; most are more than a link's burst."""
+"""Sizes in bytes at which collectives are timed; most exceed a link's burst."""
 WARM_UP, SECONDS = 3, 100.0  # warm-up steps of each training, and seconds of all rounds
 METHOD = {"compressor": "topk", "compress_ratio": 0.01}
 DENSE, GATHERED = "allreduce(flat)", "compress(gpu) allgather*(flat) decompress(gpu)"
@@ -66,7 +66,7 @@ def network(depth: int = DEPTH) -> nn.Sequential:
 
 
 class Bench:
-    """The context of all measurements."""
+    """What all measurements share: the transport, the inputs and the loss."""
 
     def __init__(self, carrier: Transport):
         self.carrier = carrier
@@ -76,11 +76,11 @@ class Bench:
         return model(self.inputs).square().mean()
 
     def agreed(self, text: str) -> str:
-        """Worker 0's text."""
+        """Return worker 0's text on all workers."""
         return self.carrier.exchange(text)[0]
 
     def step(self, params: Mapping[str, Any]) -> Callable[[], float]:
-        """A model's training; each call returns the seconds from the start of a step until all means are available."""
+        """Set up a training; returns a function that runs a step, and returns the seconds until all means are there."""
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         grace.torch.DistributedOptimizer(optimizer, grace_from_params(params), model.named_parameters())
@@ -97,12 +97,12 @@ class Bench:
         return timed
 
     def profile(self, model: nn.Module, steps: int = 20) -> Profile:
-        """The profile of the slowest worker."""
+        """Measure the model's profile; returns that of the slowest worker."""
         texts = self.carrier.exchange(json.dumps(profile(model, lambda: self.loss(model), steps, 1).to_dict()))
         return max((from_dict(json.loads(text)) for text in texts), key=_alone)
 
     def seconds(self, ways: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], Profile]:
-        """Step times of all trainings, and the model's profile from the same rounds."""
+        """Measure the step times of all trainings, and the model's profile in the same rounds."""
         model, trainings = network(), {label: self.step(params) for label, params in ways.items()}
         for train in trainings.values():
             for _ in range(WARM_UP):
@@ -124,7 +124,7 @@ def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
     named = {"dense": dense}
     for label, text in (("all gathered", GATHERED), ("all shuffled", SHUFFLED)):
         named[label] = {**dense, **dict.fromkeys(large, text)}
-    for count in range(1, len(large)):  # all tensors have one size: take the first or the last ones
+    for count in range(1, len(large)):  # the profile lists the last layers first; all large tensors have one size
         named[f"last {count} gathered"] = {**dense, **dict.fromkeys(large[:count], GATHERED)}
     draw = random.Random(0)
     for number in range(10):
@@ -139,7 +139,7 @@ def planned(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def run(folder: Path) -> None:
-    """Measure and predict; all workers together."""
+    """Measure and predict. All workers call it together."""
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     bench = Bench(carrier)

@@ -43,7 +43,10 @@ METHODS: Mapping[str, dict[str, Any] | None] = {
 
 
 def training(carrier: Transport, params: dict[str, Any] | None, sent: list[int]) -> Callable[[], float]:
-    """A step of this worker's stage; each call returns its seconds and notes the bytes that this host sent."""
+    """Set up this worker's stage; returns a function that runs a step, and returns its seconds.
+
+    ``sent``: each call appends the bytes that this host sent.
+    """
     model = network(LAYERS)
     stage = PipelineStage(
         model, carrier.rank, carrier.size, torch.device("cpu"), forward=params, backward=params, feedback="none"
@@ -66,7 +69,7 @@ def training(carrier: Transport, params: dict[str, Any] | None, sent: list[int])
 
 
 def run(folder: Path) -> None:
-    """Measure and predict; all workers together."""
+    """Measure and predict. All workers call it together."""
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     link = measure.links(carrier, repeats=3).inter

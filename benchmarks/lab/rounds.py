@@ -1,4 +1,4 @@
-"""Trainings in alternating steps, so that other load on the machine affects all equally."""
+"""Times trainings in alternating steps, so that other load on the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from grace.core import Transport
 
-LEAST = 3  # rounds
+LEAST = 3  # fewest rounds
 
 
 def medians(
@@ -19,7 +19,7 @@ def medians(
     seconds: float,
     beside: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The median step time of each training, in seconds on the slowest worker.
+    """Measure the median step time of each training, in seconds on the slowest worker.
 
     A training is a function that runs a step and returns its seconds. Each round calls all of them twice, in a new
     random order; the first call only warms the caches and does not count. ``seconds``: after this time no round starts.

@@ -1,4 +1,4 @@
-"""Show results: a table, and a plot of seconds per step against the link rate."""
+"""Shows results: as tables, and as a plot of seconds per step against the link rate."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _to_loss(line: Row) -> tuple[str, str]:
 
 
 def dense_seconds(group: Sequence[Row]) -> float | None:
-    """The faster of the dense fp32 baselines."""
+    """Seconds per step of the faster dense fp32 baseline; None if none was measured."""
     found = [line["seconds"] for line in group if line["case"] in DENSE and "seconds" in line]
     return min(found, default=None)
 
@@ -144,7 +144,7 @@ def _repeats(lines: Sequence[Row]) -> str:
 
 
 def plot(lines: Sequence[Row], path: Path) -> None:
-    """Seconds per step against the links' rate: a panel for each number of hosts and model."""
+    """Draw seconds per step against the links' rate: a panel for each number of hosts and model."""
     import matplotlib
 
     matplotlib.use("Agg")

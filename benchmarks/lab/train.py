@@ -1,4 +1,4 @@
-"""The program of every worker of a launch: runs the jobs of a plan and writes a line of JSON for each.
+"""The program of every worker of a launch: runs the jobs of a plan, and writes lines of JSON about each.
 
 python -m benchmarks.lab.train PLAN FOLDER, by horovodrun or torchrun.
 """
@@ -23,11 +23,11 @@ from benchmarks.lab.doors import DOORS
 from benchmarks.lab.tasks import TASKS
 
 WARM_UP = 3  # DDP rebuilds its buckets after the first step, torch's PowerSGD hook begins with the third
-LEAST = 3  # timed steps
+LEAST = 3  # fewest timed steps
 
 
 class World:
-    """The workers of this launch, for either library."""
+    """The workers of this launch, over Horovod or torch.distributed."""
 
     def __init__(self) -> None:
         self.hvd: Any = None
@@ -41,7 +41,7 @@ class World:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; also a barrier."""
+        """Return worker 0's number on all workers; also a barrier."""
         value = torch.tensor([number if self.rank == 0 else 0])
         if self.hvd is None:
             dist.all_reduce(value)

@@ -29,11 +29,12 @@ GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"
 def compressor(
     params: Mapping[str, Any], sizes: Sequence[int] = SIZES, backend: str = "numpy", budget: float = 0.2
 ) -> Codec:
-    """Bytes and seconds of a compressor on a single thread: the fastest of a few calls at each size.
+    """Measure a compressor's bytes, and its seconds on one thread: the fastest of a few calls at each size.
 
     ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that needs a matrix gets a nearly
-    square one. ``backend``: the toolkit, on this machine's CPU: times differ between toolkits. ``budget``: seconds of
-    measuring at each size, at least three calls. Encoding includes the method's memory.
+    square one. ``backend``: the toolkit, on this machine's CPU: times differ between toolkits, and TensorFlow
+    uses its own number of threads. ``budget``: seconds of measuring at each size, at least three calls. Encoding
+    includes the method's memory.
     """
     from grace.backends import get_backend
     from grace.bench.kernels import machine
@@ -77,7 +78,7 @@ def _one_thread(backend: str) -> Iterator[None]:
 
 
 def product(side: int = 256) -> Callable[[], None]:
-    """A stand-in for a backward pass: a matrix product in NumPy."""
+    """Return a function that computes a matrix product in NumPy, as a stand-in for a backward pass."""
     import numpy as np
 
     matrix, out = np.ones((side, side), np.float32), np.empty((side, side), np.float32)
@@ -85,9 +86,9 @@ def product(side: int = 256) -> Callable[[], None]:
 
 
 def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
-    """Slowdown of a compressor in a thread while ``work``, such as a backward pass, runs in this one.
+    """Measure how many times as long a compressor takes in a thread while this thread runs ``work``; at least 1.
 
-    At least 1. It is the pool's factor for `grace.planner.costs.Codec.offloaded` if device and pool are the same CPU.
+    The result is the pool's factor for `grace.planner.costs.Codec.offloaded` if device and pool are the same CPU.
     """
     alone = compressor(params, (size,), budget=budget).encode(size)
     with ThreadPoolExecutor(1) as pool:
@@ -100,12 +101,12 @@ def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 
 def at_work(
     transport: Transport, codecs: Iterable[Codec], sizes: Sequence[int] = SIZES, steps: int = 15
 ) -> tuple[Rate, list[Codec]]:
-    """Time that messages and compressors take from the computing thread, in exchanges of all workers at once.
+    """Measure the time that messages and compressors take from the computing thread while all workers exchange.
 
     Costs measured on one idle machine are too low for a training: there, caches hold other data, workers share the
     memory bandwidth, and each message is submitted. All workers make this call together, and get the same result.
-    ``transport``: bound to a backend. ``sizes``: elements of one tensor, ascending. ``steps``: exchanges of each size;
-    takes the median, and the mean over all workers. Returns `grace.planner.costs.Cluster.message`, and the codecs with
+    ``transport``: bound to a backend. ``sizes``: elements of one tensor, ascending. ``steps``: exchanges of each size,
+    whose median is averaged over all workers. Returns `grace.planner.costs.Cluster.message`, and the codecs with
     these times.
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
@@ -130,7 +131,7 @@ def _mean(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: int) -> tuple[float, float]:
-    # Seconds of this worker's thread until a tensor's first message was sent, and for the rest, without waiting.
+    # Seconds of this worker's thread: until a tensor's first message was sent, and from then on without waiting.
     import numpy as np
 
     from grace.bench.plan import SCALE
@@ -161,7 +162,7 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
 def _scaled(
     codec: Codec, sizes: Sequence[int], found: Sequence[tuple[float, float]], message: Rate, workers: int, source: str
 ) -> Codec:
-    # The codec with measured seconds; the dependence of decoding on the number of payloads is unchanged.
+    # The codec with measured seconds; how decoding depends on the number of payloads is unchanged.
     count = 1 if _summed(codec) else workers
     encode, decode, piece = [], [], []
     for size, (before, after) in zip(sizes, found, strict=True):
@@ -198,11 +199,11 @@ def _fastest(call: Callable[[], None], budget: float, before: Callable[[], None]
 
 
 def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES, repeats: int = 20) -> Cluster:
-    """The cluster that a transport spans, its collectives timed and fitted. All workers call it together.
+    """Measure the cluster that a transport spans: time its collectives and fit them. All workers call it together.
 
     ``transport``: bound to a backend. ``node_size``: workers per machine, 0: as launched. ``sizes``: bytes; each is
-    timed ``repeats`` times. The time of a collective is that of the slowest worker (a late one finds its data ready),
-    and the median over repeats. Collectives are implemented as in communicator "planned".
+    timed ``repeats`` times. The time of a collective is that of the slowest worker (a late worker finds its data
+    ready), and the median over repeats. Collectives are implemented as in communicator "planned".
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     per_node = node_size or transport.node_size

@@ -1,6 +1,6 @@
-"""`grace bench gpu`: laws, kernels, times and exchanges on a CUDA device, in one call and one file.
+"""`grace bench gpu`: checks laws and kernels, and times methods and exchanges, on a CUDA device and into one file.
 
-On a CPU the same parts run with small tensors, to test the command itself; the file says that it is not from a GPU.
+On a CPU the same parts run, to test the command itself; the file says that it is not from a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KERNELS = (
     "blockint:bits=8,rounding=stochastic,memory=residual",
     "topk:compress_ratio=0.01",
 )
-"""Methods with Triton kernels."""
+"""Methods whose kernels are compared with the plain functions."""
 BASELINE = "bf16 allreduce"
 EXCHANGED = {
     BASELINE: None,
@@ -54,12 +54,12 @@ EXCHANGED = {
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
 }
 BUCKET = 25 * 2**20 // 4
-"""Elements of the baseline's buckets."""
+"""Elements of each of the baseline's buckets."""
 WARM_UPS, STEPS = 3, 20
 
 
 class Run:
-    """Results so far, written after each part."""
+    """The results so far; the file is written after each part."""
 
     def __init__(self, device: str, quick: bool, output: Path | None, progress: Callable[[str], None]):
         xp = backend(plan.Config(device, 1, "asis", 1))
@@ -90,7 +90,7 @@ class Run:
 def measure(
     device: str, quick: bool, minutes: float, output: Path | None, progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """All parts, on "cuda" or "cpu" (``quick``: small tensors, few methods). RuntimeError if the device is missing."""
+    """Run all parts on "cuda" or "cpu"; ``quick``: small tensors, few methods. RuntimeError if there is no device."""
     run = Run("torch" if device == "cpu" else device, quick, output, progress)
     began = time.monotonic()
     left = lambda share: share * (60 * minutes - (time.monotonic() - began))  # noqa: E731
@@ -118,7 +118,7 @@ def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 def laws(run: Run, seconds: float) -> dict[str, Any]:
-    """The laws of `grace.testing` for every compressor, on the device."""
+    """Check the laws of `grace.testing` for every compressor on the device."""
     ends, held, broken, left = time.monotonic() + seconds, 0, [], []
     for name in QUICK if run.quick else compressors:
         if time.monotonic() > ends:
@@ -151,7 +151,7 @@ def kernels(setting: str) -> Iterator[None]:
 
 
 def same_bits(run: Run) -> dict[str, Any]:
-    """Two steps of each method with kernels on the device, against the plain functions of NumPy."""
+    """Compare two steps of each method with kernels on the device to the plain functions in NumPy."""
     on = "triton" if run.data["gpu"] else "on"
     with kernels(on):
         isa = getattr(run.xp.kernels, "isa", "")
@@ -165,7 +165,7 @@ def same_bits(run: Run) -> dict[str, Any]:
                 method = plan.method_of(plan.parse(spec).params)
                 plain = _steps(Method(method.compressor, method.memory), get_backend("numpy"), n)
             ulps = max(map(_ulps, fast, plain))
-            # Sums in float64 may have another order, which may change the last bit of a scale.
+            # Sums in float64 may be computed in another order, which may change the last bit of a scale.
             cases.append({"case": f"{spec}, n = {n}", "ulps": ulps, "equal": ulps <= 1})
     return {"isa": isa, "cases": cases}
 
@@ -192,7 +192,7 @@ def _ulps(a: Any, b: Any) -> float:
 
 
 def times(run: Run, seconds: float) -> dict[str, Any]:
-    """Encode, commit and decode of every method, and torch's PowerSGD hook, in units of a copy on the device."""
+    """Time encode, commit and decode of every method, and torch's PowerSGD hook, in units of a copy on the device."""
     cases, left_out = plan.everything()
     if run.quick:
         cases = [case for case in cases if case.label in QUICK]
@@ -214,7 +214,7 @@ def times(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def exchanges(run: Run, seconds: float) -> dict[str, Any]:
-    """Steps of two processes on one device, for two models, over gloo and, on a GPU, NCCL."""
+    """Time steps of two processes on one device, for two models, over gloo and, on a GPU, NCCL."""
     rows, left_out = [], []
     networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
     for network in networks:
@@ -241,7 +241,7 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The parameters of ResNet-50 and of GPT-2 with 124 million; ``quick``: the small ones."""
+    """The parameters' shapes of ResNet-50 and of GPT-2 with 124 million; ``quick``: only 12 small ones of each."""
     found = {}
     for model, layers in (("ResNet-50", models.resnet50()), ("GPT-2 124M", models.gpt2())):
         found[model] = {layer.name: tuple(layer.shape) for layer in layers}
@@ -319,12 +319,12 @@ def _baseline(flat: Any) -> None:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def file_name(device: str) -> str:
-    """The name of a device's file."""
+    """The name of a device's result file."""
     return f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def tables(data: Mapping[str, Any]) -> str:
-    """Markdown."""
+    """The results as Markdown."""
     head = f"**{data['device']}**" if data["gpu"] else "**A CPU: a test of the command, no result of a GPU**"
     if not data["complete"]:
         return f"{head}: the run did not end"
@@ -366,7 +366,7 @@ def tables(data: Mapping[str, Any]) -> str:
 
 
 def read(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Results; ValueError for another format."""
+    """Read result files. Raises ValueError for files of another format."""
     found = []
     for file in files:
         data = json.loads(file.read_text())

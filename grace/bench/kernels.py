@@ -25,8 +25,8 @@ from grace.bench.plan import DEVICES, MODES, Case, Config, Limits, method_of, to
 from grace.core import name_of
 from grace.engine.about import cores, processor
 
-FORMAT = 1  # of the JSON
-VISIBLE = 10**6  # fewest elements for which a step's memory is visible beside the process's
+FORMAT = 1  # version of the JSON format
+VISIBLE = 10**6  # fewest elements for which a step's memory stands out from the process's own
 START = 120.0  # seconds to import a toolkit and draw gradients
 REMEDIES = {
     "torch": "pip install '.[torch]' in GRACE's source tree",
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Results:
-    """The measurements, and the omissions."""
+    """The measurements, and what was omitted."""
 
     machine: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +190,7 @@ def repr_of(value: Any) -> Any:
 
 
 def _compare(records: list[dict[str, Any]]) -> None:
-    # Peers update their residual inside encode, so compare with our encode plus commit.
+    # Peers update their residual inside encode, so compare theirs with our encode plus commit.
     by_label = {record["label"]: record for record in records}
     for record in records:
         for label in record["against"]:
@@ -223,7 +223,7 @@ def _memory(
     hopeless: dict[tuple[Any, ...], str],
     progress: Progress,
 ) -> None:
-    # Once per backend, with the default allocator, at the largest size: memory scales with the model.
+    # Measure once per backend, with the default allocator, at the largest size: memory scales with the model.
     largest: dict[tuple[str, str], Config] = {}
     for config in configs:
         key = (config.backend, config.tensors)
@@ -265,7 +265,7 @@ class Ended(Exception):
 
 
 def messages(job: dict[str, Any], config: Config, limits: Limits, patience: float = 0.0) -> Iterable[dict[str, Any]]:
-    """The messages of a process, line by line. Raises Ended if the process is silent for too long or ends."""
+    """Start a process for ``job`` and yield its messages. Raises Ended if it is silent for too long or ends early."""
     home = str(Path(grace.__file__).parents[1])  # last on the path, so that it shadows no package of the user's
     code = f"import sys; sys.path.append({home!r}); from grace.bench.worker import main; main()"
     with tempfile.TemporaryFile("w+") as errors:
@@ -320,7 +320,7 @@ MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
 
 
 def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a process: threads, allocator, kernels."""
+    """Environment variables of a process, which set its threads, allocator and kernels."""
     found = {key: value for key, value in environ.items() if key not in MALLOC}
     tunables = [each for each in found.pop("GLIBC_TUNABLES", "").split(":") if each and "malloc" not in each]
     if config.allocator == "tuned":

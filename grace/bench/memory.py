@@ -1,4 +1,4 @@
-"""A process that measures peak memory in a few whole steps of one worker."""
+"""Measures the peak memory of a few whole steps of one worker, in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
     tensors = shapes(config, method_of(case.params).compressor.traits.needs_shape)
     n = sum(math.prod(shape) for shape in tensors.values())
-    # Libraries loaded and threads started by a first step are not the method's memory.
+    # Run a small step first: the libraries that it loads and threads that it starts are not the method's memory.
     small = {"w": xp.reshape(own(xp, gradient(128 * 128, 0)), (128, 128))}
     run(xp, case, [small], job["mode"])
     parameters = own(xp, gradient(n, 9))
@@ -53,7 +53,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[int, int]:
-    """Run a few steps: the process's peak size since `forgotten`, and bytes of the state."""
+    """Run a few steps; returns the process's peak size in bytes since `forgotten`, and the state's."""
     grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
     grace.learning_rate = lambda name: 0.1
     grace.build(models[0])
@@ -65,7 +65,7 @@ def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[i
 
 
 def forgotten(xp: Any) -> int:
-    """Reset the peak to the current size."""
+    """Reset the peak to the current size, and return that in bytes."""
     if cuda := cuda_of(xp):
         cuda.reset_peak_memory_stats()
     else:
@@ -75,7 +75,7 @@ def forgotten(xp: Any) -> int:
 
 
 def size(xp: Any, host: str, device: str) -> int:
-    """Bytes: from the system's file on this process, or of a device's tensors, from torch.cuda."""
+    """A size in bytes: the entry ``host`` of /proc/self/status, or on a CUDA device ``device`` of torch.cuda."""
     if cuda := cuda_of(xp):
         return int(getattr(cuda, device)())
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -83,7 +83,7 @@ def size(xp: Any, host: str, device: str) -> int:
 
 
 def trim() -> None:
-    """Return freed memory to the system, so that reusing it shows."""
+    """Return freed memory to the system, so that using it again raises the size."""
     if os.name == "posix":
         release = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if release is not None:

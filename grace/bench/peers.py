@@ -17,7 +17,7 @@ from grace.engine.options import Options
 
 def subject(case: Case, bench: Bench, peer: str) -> Subject:
     """The measured object for another implementation. ``peer``: the checkout of upstream GRACE."""
-    if not distributed.is_initialized():  # PowerSGD reduces inside compress in both
+    if not distributed.is_initialized():  # both peers' PowerSGD reduces inside compress
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     return Upstream(case, bench, peer) if case.source == "upstream" else Hook(case, bench)
 
@@ -144,7 +144,7 @@ class Hook:
 
 
 class Bucket:
-    """The part of DDP's bucket that a hook uses: here one bucket for the whole model."""
+    """A stand-in for DDP's bucket, with what the hook uses: one bucket for the whole model."""
 
     def __init__(self, flat: torch.Tensor, shapes: list[tuple[int, ...]]):
         self._flat, self._shapes = flat, shapes

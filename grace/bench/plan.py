@@ -17,17 +17,17 @@ from grace.factory import grace_from_params
 from grace.planner import models
 
 WORKERS = 4  # number of payloads to decode
-SCALE = 1e-3  # of the Laplace distribution of the gradients
-SEVERAL = 4  # different gradients, so that error feedback sees new ones
+SCALE = 1e-3  # scale of the Laplace distribution of the gradients
+SEVERAL = 4  # number of different gradients, so that error feedback sees new ones
 SETTINGS = {"threshold": "threshold:threshold=0.0046"}
-"""Settings for measurements if the default makes no sense for these gradients: 1% of them exceed this threshold."""
+"""By method, the case to measure if the default does not suit these gradients: 1% of them exceed this threshold."""
 
 HOWS = ("native", "compiled", "plain")
 """How to run a method: with native kernels, compiled by `torch.compile`, or with neither."""
 BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
 DEVICES = {"cuda": "cuda"}
-"""Optional backends: PyTorch on these devices."""
+"""Optional backends, each PyTorch on a device."""
 MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph"), "cuda": ("eager",)}
 
 
@@ -92,7 +92,7 @@ class Limits:
         return self.budget / LEAST
 
 
-LEAST = 3  # rounds of every unmarked case
+LEAST = 3  # fewest rounds of a case, unless it is marked as measured once
 
 
 def parse(spec: str) -> Case:
@@ -232,7 +232,7 @@ def merged(*lists: Sequence[Case]) -> list[Case]:
 
 
 def in_forms(cases: Iterable[Case], hows: Sequence[str]) -> list[Case]:
-    """Our cases, once for each way to run them; peers unchanged."""
+    """GRACE's cases, once for each of ``hows``; peers are unchanged."""
     found = []
     for case in cases:
         ours = case.source == "grace"

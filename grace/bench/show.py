@@ -19,7 +19,7 @@ NAMES = {"asis": "as it comes", "tuned": "tuned"}
 
 
 def render(results: Results, console: Console) -> None:
-    """One table per backend, number of threads and size, and the omissions."""
+    """Print one table per backend, number of threads and size, and what was omitted."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -159,7 +159,7 @@ def _find(results: Results, target: Target, label: str, kernels: str, allocator:
     for record in results.records:
         key = (record["label"], record["kernels"], record["allocator"], record["tensors"])
         if key == (label, kernels, allocator, target.tensors) and (kernels == "off" or record["native"]):
-            return record  # a run without kernels says nothing about them
+            return record  # kernels "on" counts only if native kernels were used
     return None
 
 
@@ -182,7 +182,7 @@ def render_check(lines: list[dict[str, Any]], console: Console) -> None:
 
 # -- chart ---------------------------------------------------------------------------------------------------------
 def plot(results: Results, path: str) -> None:
-    """A bar chart of encode and decode at the largest size on one thread, with a line at one memcpy."""
+    """Draw a bar chart of encode and decode at the largest size on one thread, with a line at one memcpy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,7 +226,7 @@ def plot(results: Results, path: str) -> None:
 
 
 def plot_levels(report: Report, epochs: int, path: str) -> None:
-    """Each tensor's level over the epochs, as coloured rows; the first level is the darkest."""
+    """Draw each tensor's level over the epochs, as coloured rows; the first level is the darkest."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,7 @@
-"""Quality of threshold estimates: on laws, on the gradients of a training, and in time."""
+"""Quality and speed of threshold estimates, on known distributions ("laws") and on the gradients of a training.
+
+K / k is the measure of quality: the number of elements that exceed an estimated threshold, over the wanted number.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from grace.engine.accelerators import accelerator_of
 from grace.engine.encoders import FastMethod
 from grace.memories.residual import Residual
 
-FORMAT = 1  # of the JSON
+FORMAT = 1  # version of the JSON format
 RATIOS = (0.1, 0.01, 0.001)
 LAYERS = (64, 256, 256, 10)
 BATCH, RATE, MOMENTUM = 32, 0.05, 0.9
 WARM = 100
-"""Steps of a training to ignore: the number of stages is still settling."""
+"""First steps of a training, which are ignored: the number of stages has not settled yet."""
 Record = dict[str, Any]
 Progress = Callable[[str], None]
 
@@ -56,7 +59,7 @@ class OneSample(Sparsifier, Selector):
 
 
 def methods(ratio: float) -> dict[str, Compressor]:
-    """The methods to compare: top-k by every selector, and SIDCo by law and rule."""
+    """The methods to compare: top-k by every selector, and SIDCo by distribution and rule."""
     names = {"DGC sampling": "sampled", "GaussianKSGD": "gaussian", "RedSync bisection": "bisect"}
     names |= {"RedSync trim": "trim", "chunks": "chunk"}
     found: dict[str, Compressor] = {"exact top-k": TopK(ratio), "one sample of 1%": OneSample(ratio)}
@@ -91,7 +94,7 @@ class Worker:
 
     @property
     def residual(self) -> Any:
-        """float32[n]: the unsent part."""
+        """float32[n]: the memory's residual."""
         return self._state["memory/residual"]
 
     def encode(self, g: Any) -> tuple[Any, Any]:
@@ -128,13 +131,13 @@ LAWS: dict[str, Callable[[Any, int], Any]] = {
     "normal": lambda rng, n: abs(rng.standard_normal(n)),
     "Student, 4 degrees": lambda rng, n: abs(rng.standard_t(4, n)),
 }
-"""Distributions of gradients that do not change over time."""
+"""By name of a distribution, a function that draws the magnitudes of n gradient elements from it."""
 
 
 def settled(
     compressor: SIDCo, draws: Sequence[Any], steps: int = 100, skip: int = 40
 ) -> tuple[list[float], int | None]:
-    """K / k of steps ``skip`` .. ``steps`` on alternating draws from one law, and the final number of stages."""
+    """Return K / k of steps ``skip`` .. ``steps`` on alternating draws from one law, and the final number of stages."""
     worker, n = Worker(compressor, len(draws[0])), len(draws[0])
     k = math.floor(compressor.compress_ratio * n)
     found = [worker.choose(draws[step % len(draws)]) / k for step in range(steps)]
@@ -142,7 +145,7 @@ def settled(
 
 
 def laws(n: int, progress: Progress = lambda text: None) -> list[Record]:
-    """SIDCo with each of its laws, on each law of gradients."""
+    """Measure SIDCo, with each distribution that it can assume, on gradients of each distribution in `LAWS`."""
     records = []
     for name, draw in LAWS.items():
         draws = [draw(np.random.default_rng(seed), n).astype(np.float32) for seed in range(8)]
@@ -236,7 +239,7 @@ class Digits:
 def train(
     compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None = None
 ) -> Training:
-    """Train with error feedback; None: without compression. ``watch`` receives the compressed vector in each step."""
+    """Train with error feedback; None: without compression. ``watch`` receives the vector to compress in each step."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _trained(compressor, ratio, seed, epochs, watch)
 
@@ -264,7 +267,7 @@ def _trained(
 
 
 def training(epochs: int, seeds: int, progress: Progress = lambda text: None) -> list[Record]:
-    """Each method in its own training, and all of them on the gradients of the training with exact top-k."""
+    """Measure each method in its own training, and all of them on the gradients of the training with exact top-k."""
     records: list[Record] = []
     dense = [train(None, 1.0, seed, epochs).accuracy for seed in range(seeds)]
     records.append({"method": "dense", "ratio": None, "accuracy": float(np.mean(dense))})
@@ -289,7 +292,7 @@ def training(epochs: int, seeds: int, progress: Progress = lambda text: None) ->
 
 
 def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, tuple[list[float], list[float]]]:
-    # For each method, K / k and seconds in each step. The order of methods rotates.
+    # For each method, K / k and seconds in each step. The order of methods is random in each step.
     progress(f"{ratio}, all on the same gradients")
     found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in methods(ratio)}
     workers: dict[str, Worker] = {}
@@ -358,7 +361,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
     if backend == "tensorflow":
         import tensorflow as tf
 
-        tf.get_logger().setLevel("ERROR")  # each method is traced once per ratio, as intended
+        tf.get_logger().setLevel("ERROR")  # no warnings that each method is traced for each ratio, as intended
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
         return lambda k, x: tf.math.top_k(tf.abs(x), k, sorted=False)
@@ -404,7 +407,7 @@ def measure(
     sizes: Sequence[int],
     progress: Progress = lambda text: None,
 ) -> None:
-    """Trainings of ``epochs`` (0: none) with each of ``seeds``, laws of ``size`` elements (0: none), times."""
+    """Measure ``seeds`` trainings of ``epochs`` (0: none), laws of ``size`` elements (0: none), times of ``sizes``."""
     if epochs and importlib.util.find_spec("sklearn") is None:
         results.left_out.append("the training, since scikit-learn with the digits is missing: pip install scikit-learn")
     elif epochs:

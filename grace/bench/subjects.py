@@ -29,7 +29,7 @@ from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
 KERNELS = os.environ.get("GRACE_KERNELS", "on")
-"""The setting at process start."""
+"""The variable at process start."""
 NATIVE = "triton" if KERNELS == "triton" else "on"
 
 
@@ -54,16 +54,16 @@ class Subject(Protocol):
         """Timed: memory compensate, compress, memory update, for all tensors."""
 
     def look(self) -> None:
-        """The arrays of the new state."""
+        """Get the arrays of the new state."""
 
     def commit(self) -> None:
         """Timed: store the new state."""
 
     def decode(self) -> None:
-        """Timed: several workers' payloads to their mean, for all tensors."""
+        """Timed: decode several workers' payloads to their mean, for all tensors."""
 
     def step(self) -> None:
-        """Timed: from gradients to means in place, on one worker."""
+        """Timed: replace gradients by means in place, on one worker."""
 
     def release(self) -> None:
         """Release a call's results."""
@@ -105,7 +105,7 @@ class Bench:
 
     @property
     def events(self) -> Callable[[Callable[[], None]], float] | None:
-        """Times a call by the device's events, in seconds; None on the host."""
+        """A function that times a call by the device's events, in seconds; None on the host."""
         cuda = cuda_of(self.xp)
         if not cuda:
             return None
@@ -127,7 +127,7 @@ class Bench:
         return str(cuda.get_device_name()) if cuda else ""
 
     def free_bytes(self) -> float:
-        """Free memory for gradients, if the system reports it."""
+        """Free memory for gradients in bytes; infinite if the system does not report it."""
         if cuda := cuda_of(self.xp):
             return float(cuda.mem_get_info()[0])
         try:
@@ -235,7 +235,7 @@ class Ours:
         self._moves: list[tuple[Any, Array, Array, bool]] = []
 
     def _settle(self) -> None:
-        # Cases of a process may use kernels differently; the setting is read at each call.
+        # Set GRACE_KERNELS, which is read at each call: cases of a process may use kernels differently.
         os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": NATIVE}.get(self._how, "off")
 
     def _refuse(self) -> None:
@@ -259,7 +259,7 @@ class Ours:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
 
     def _heard(self, part: Part) -> list[Any]:
-        # The results of this step's collectives.
+        # Copies of the results of this step's collectives.
         return list(copied(self.bench.xp, part.answers[self.turn % 2]))
 
     def _begin(self, part: Part) -> None:
@@ -286,7 +286,7 @@ class Ours:
         return as_program(self.method.encode(x, self.method.init(ctx), ctx))
 
     def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
-        # The first worker's payload, state and requests.
+        # Run a step on all workers; returns the first worker's payload, state and requests.
         xp, world = self.bench.xp, World(WORKERS)
         programs = [self._program(part, rank, step) for rank in range(WORKERS)]
         programs[0] = listening(programs[0], part.answers[step], xp)
@@ -396,13 +396,13 @@ class Ours:
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
-    """All workers' payloads, or the agreed one -> float32[n], their mean; in ``out`` if given."""
+    """All workers' payloads, or the agreed payload -> float32[n], their mean; written to ``out`` if given."""
     found = method.mean(payloads, ctx, agreed=method.compressor.traits.combine is Combine.AGREED)
     return found.array() if out is None else found.into(out)
 
 
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
-    """Whole steps, as in an integration: means replace gradients in place if arrays are mutable."""
+    """Return a function that runs a step as an integration does: means replace gradients if arrays are mutable."""
     if mode == "graph":
         return _graph(grace.step)
 
@@ -430,7 +430,7 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
 
 
 def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
-    """A program's result, given its collectives' results."""
+    """Run a program with the results of its collectives; returns its result."""
     answer = None
     try:
         program.send(None)
@@ -452,7 +452,7 @@ def exchanges(program: Generator[Any, Any, Any]) -> bool:
 
 
 def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend) -> Generator[Any, Any, Any]:
-    """The program, with its received results recorded."""
+    """Wrap a program; the results that it receives are copied to ``answers``."""
     answer = None
     while True:
         try:

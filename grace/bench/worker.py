@@ -1,4 +1,4 @@
-"""A measuring process: every case of one configuration in interleaved, shuffled rounds.
+"""A measuring process: times every case of one configuration in interleaved, shuffled rounds.
 
 Reads a job as JSON from standard input and writes one JSON object per line: "begin" before anything that may be slow
 or kill the process (the parent watches), "left_out", "postponed" and finally "records".
@@ -37,7 +37,7 @@ class Clock:
         traced: bool = False,
         events: Callable[[Callable[[], None]], float] | None = None,
     ):
-        """``events``: seconds of a call by a device's own clock; None: by the host's."""
+        """``events``: a function that times a call by the device's clock, in seconds; None: use the host's clock."""
         self.seconds, self.once = 0.0, False
         self._traced = traced
         self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}
@@ -46,7 +46,7 @@ class Clock:
         self._subject, self._operations, self._wait, self._events = subject, operations, wait, events
 
     def call(self) -> dict[str, float]:
-        """Seconds of one call of each operation."""
+        """Call each operation once; returns its seconds, by name."""
         self._subject.refill()
         self._wait()
         found = {}
@@ -110,7 +110,7 @@ class Clock:
 
 
 class Loop:
-    """memcpy: copies in a loop, to amortise the clock."""
+    """Samples of memcpy; each times many copies, to amortise the cost of the clock."""
 
     def __init__(self, copy: Callable[[], None], wait: Callable[[], None], least: float = SHORTEST):
         self.copy, self._wait, self.samples = copy, wait, [0.0]
@@ -163,7 +163,7 @@ def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
 def prepared(
     case: Case, mode: str, bench: Any, limits: Limits, peer: str, say: Callable[..., None]
 ) -> tuple[Any, str, str, list[Clock]]:
-    """A case, built and warmed up, with its clocks."""
+    """Build and warm up a case; returns its subject, label, mode and clocks."""
     if case.source == "grace":
         subject: Any = Ours(case, bench, mode)
     else:

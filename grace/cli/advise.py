@@ -25,7 +25,7 @@ from grace.planner.profile import Profile
 from grace.stages.settings import compressor_of
 
 MOST = 4096  # maximum number of workers in the plot
-USUAL = ("allreduce", "allgather")  # default ways, which are not shown
+USUAL = ("allreduce", "allgather")  # default communicators, which the table does not name
 STAGED = ("fp16", "blockint:bits=8", "blockint:bits=4")
 """The default methods between pipeline stages."""
 SHARED = {
@@ -37,9 +37,9 @@ SHARED = {
     "backward": "--backward",
     "batch": "--batch",
 }
-"""Options shared with `grace plan`, with their spelling."""
+"""Options shared with `grace plan`: names of parameters and of their flags."""
 SCHEDULE = {"fragments": "--fragments", "fragment_sync_delay": "--fragment-sync-delay"}
-"""Options of local training, with their spelling."""
+"""Options of local training: names of parameters and of their flags."""
 
 
 def advise(
@@ -157,7 +157,7 @@ def advise(
 def advise_stages(
     found: Profile, there: Cluster, codecs: dict[str, Codec], stage_bytes: float, microbatches: int, as_json: bool
 ) -> None:
-    """Compare methods between the stages of a pipeline, one on each worker, in both directions."""
+    """Compare and print methods between the stages of a pipeline, one on each worker, in both directions."""
     count, link = there.workers, there.link("flat")
     edges = {"dense": stages.edge_seconds(stage_bytes, link)}
     for label, codec in codecs.items():
@@ -209,7 +209,7 @@ def _schedule(context: typer.Context, sync_every: int | None, fragments: int, de
 def render_local(
     comparison: local.Comparison, there: Cluster, found: Profile, sources: Sequence[str], console: Console
 ) -> None:
-    """Print a comparison of local training with each method and synchronous training, and the faster one."""
+    """Print a comparison of local training with each method and synchronous training, and which is faster."""
     schedule, (name, least) = comparison.settings, comparison.synchronous
     every, delay = schedule.sync_every, schedule.fragment_sync_delay
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
@@ -264,7 +264,7 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
     table.add_column("method", overflow="fold")
-    # 80 columns leave room for method names of 27 characters.
+    # In 80 columns, method names of up to 27 characters fit.
     for head in ("step", "speed-up", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)

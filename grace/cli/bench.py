@@ -121,7 +121,7 @@ def kernels(
         return found
 
     results = bench.Results(bench.machine())
-    # Do not publish the user's path of a peer.
+    # Record only that there was a peer: its path is the user's.
     results.options = {**plan.to_dict(limits), "peer": peer is not None}
     for label, reason in left_out.items():
         results.omit(label, reason)
@@ -179,7 +179,7 @@ def gpu(
     show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
-    """Laws, Triton kernels, times and exchanges on a CUDA device, in one call and one file."""
+    """Check laws and Triton kernels, and time methods and exchanges on a CUDA device, in one call and one file."""
     listed(backend, ("cuda", "cpu"), "--backend")
     if show_only:
         inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})

@@ -23,13 +23,13 @@ from grace.testing.cases import carries
 SHAPE = (1024, 1024)
 N = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""Settings for measurements of methods whose defaults do not suit numbers of variance 1."""
+"""By method, settings for its measurement if its defaults do not suit numbers of variance 1."""
 EXAMPLES: dict[str, dict[str, Any]] = {
     "chain": {"sparsifier": "topk", "quantizer": "qsgd", "compress_ratio": 0.01, "quantum_num": 127},
     "qsparse": {"compress_ratio": 0.01, "quantum_num": 15},
     "stc": {"compress_ratio": 0.01},
 }
-"""Keys to show for methods that pass keys to their parts."""
+"""By method, the keys of its example, for methods that pass keys to their parts."""
 PARTNERS: dict[str, dict[str, Any]] = {
     "allreduce": {"compressor": "powersgd"},
     "decoupled": {"compressor": "dion"},
@@ -42,7 +42,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"compressor": "efsignsgd", "block_size": 512},
     "reducescatter": {"compressor": "blockint"},
 }
-"""Example compressors for memories and communicators; default: top-k."""
+"""By memory or communicator, the compressor of its example; default: top-k."""
 KINDS = {"compressors": compressors, "memories": memories, "communicators": communicators}
 REQUIRED = "required"
 
@@ -74,7 +74,7 @@ class Entry:
     ragged: bool | None = None
     memory: str | None = None
     communicators: list[str] | None = None
-    """Communicators that can carry it with its default parameters."""
+    """Communicators that support the compressor with its default parameters."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. A compressor's entry has all fields, other entries only those that apply."""
@@ -83,7 +83,7 @@ class Entry:
 
 
 def collect(wanted: str = "") -> dict[str, list[Entry]]:
-    """Entries of the registry by kind, sorted by name: all, or those of one name. Measures each compressor."""
+    """Entries of the registry by kind, sorted by name: all, or those named ``wanted``. Measures each compressor."""
     return {
         kind: [describe(name, registry) for name in registry if wanted in ("", name, *registry.aliases(name))]
         for kind, registry in KINDS.items()
@@ -121,7 +121,7 @@ def bits(name: str) -> float:
 
 
 def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
-    """Bits per element that worker 0 sends and receives."""
+    """Bits per element that worker 0 sends and receives in an exchange."""
     import numpy as np
 
     draw = [np.random.default_rng(worker).standard_normal(SHAPE, dtype=np.float32) for worker in range(workers)]
@@ -174,7 +174,7 @@ def keys(cls: Any) -> dict[str, Any]:
 
 
 def meanings(cls: Any) -> dict[str, str]:
-    """The documentation of each key by a class, its bases and its parts, in the order of the text."""
+    """By key, its description in the docstrings of a class, its bases and its parts, in order of appearance."""
     found: dict[str, str] = {}
     parts = [type(field.default) for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)]
     for each in (base for known in (cls, *parts) for base in known.__mro__ if "__doc__" in vars(base)):

@@ -45,7 +45,7 @@ class Cluster:
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Cluster:
-    """Join the other workers and compare their facts."""
+    """Join the other workers and compare what they report."""
     groups = {launcher: {n: environ[n] for n in names if n in environ} for launcher, names in VARIABLES.items()}
     variables = {launcher: found for launcher, found in groups.items() if found}
     try:

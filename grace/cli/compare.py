@@ -17,7 +17,7 @@ from grace.engine.record import START, Run
 
 Points = list[dict[str, Any]]
 AXES = {"step": "step {:,.0f}", "seconds": "{:.3g} s", "bytes_sent": "{}"}
-"""The axes against which quality is compared, and their formats; bytes are those that worker 0 sent."""
+"""The axes against which quality is compared, and how to format a value; bytes are those that worker 0 sent."""
 NO_METRICS = "No quality is recorded: call grc.record(loss=..., accuracy=...) after each epoch or evaluation."
 WIDTH = 16  # width of the sparklines, in characters
 

@@ -57,7 +57,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One package."""
+    """The condition of one package."""
 
     name: str
     status: Status
@@ -71,7 +71,7 @@ class Finding:
 class Allocator:
     """Whether memory for large temporary arrays is cached, or requested from the system page by page each time."""
 
-    tuned: bool | None  # None: not glibc, unknown
+    tuned: bool | None  # None: unknown, since the C library is not glibc
     detail: str
     remedy: str = ""
 
@@ -216,7 +216,7 @@ def _memory_gib() -> float | None:
 
 
 def _huge_pages() -> str:
-    """The setting in square brackets: always, madvise or never."""
+    """The system's setting, which its file has in square brackets: always, madvise or never."""
     try:
         match = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
     except OSError:

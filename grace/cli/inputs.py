@@ -19,9 +19,9 @@ from rich.console import Console
 
 from grace.bench.lab.network import UNSHAPED
 
-WIDE = 160  # columns if unknown
+WIDE = 160  # columns, if the width is unknown
 PLAIN = {"→": "->", "←": "<-", "µ": "u", "×": "x", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "—": "-"}
-PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True))  # from low to high
+PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True))  # bars of a sparkline, from low to high
 RATE = re.compile(
     r"(?P<number>[0-9.]+(e[+-]?[0-9]+)?)\s*((?P<prefix>[kMGT]?)(bits?|b)(/s|ps)?|(?P<short>[kMGT]))?", re.IGNORECASE
 )
@@ -72,7 +72,7 @@ def _is_terminal(number: int) -> bool:
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 def finite(unit: str, zero: bool = False) -> Callable[[float | None], float | None]:
-    """An option's callback: a finite number above 0; with ``zero``, 0 is allowed."""
+    """An option's callback: a finite number above 0, or with ``zero`` also 0. ``unit``: for the message."""
 
     def check(value: float | None) -> float | None:
         if value is not None and not (0 < value < math.inf or (zero and value == 0)):
@@ -113,7 +113,7 @@ def as_tc(value: str) -> str:
 
 
 def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
-    """A comma-separated list of names."""
+    """Parse a comma-separated list of names from ``allowed``. ``option``: for the message."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in allowed:
@@ -124,7 +124,7 @@ def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of positive whole numbers, such as 1e6."""
+    """Parse a comma-separated list of positive whole numbers, such as 1e6. ``option``: for the message."""
     try:
         found = [float(each) for each in text.split(",")]
     except ValueError:
@@ -227,7 +227,7 @@ def refused(error: OSError, path: Path) -> str:
 
 
 def _note(context: typer.Context, path: Path, reads: bool) -> None:
-    # If two options name one file, the second would overwrite the first, or the input.
+    # Reject a file that two options name, since the second would overwrite the first option's output, or an input.
     seen: list[tuple[Path, bool]] = context.meta.setdefault(_SEEN, [])
     if any(path.resolve() == other and not (reads and read) for other, read in seen) and path.name != os.devnull:
         both = any(path.resolve() == other and (reads or read) for other, read in seen)
@@ -236,8 +236,7 @@ def _note(context: typer.Context, path: Path, reads: bool) -> None:
         seen.append((path.resolve(), reads))
 
 
-# -- other
-# ---------------------------------------------------------------------------------------------------------------
+# -- other -------------------------------------------------------------------------------------------------------------
 def install(extra: str) -> str:
     """How to install an extra. The package is not on an index yet."""
     return f"pip install '.[{extra}]' in GRACE's source tree"
@@ -268,6 +267,6 @@ def given(context: typer.Context) -> Iterator[str]:
 
 
 def alone(context: typer.Context, option: str, others: dict[str, str]) -> None:
-    """Reject options that have no effect together with ``option``. ``others``: parameter names and their options."""
+    """Reject options that have no effect together with ``option``. ``others``: their parameter names and flags."""
     if wrong := [others[name] for name in given(context) if name in others]:
         raise typer.BadParameter(f"{', '.join(wrong)} has no effect with {option}: leave one of them out")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 NARROW = 80  # columns
 BEGIN = {"compressor": "blockint", "bits": 4}
-"""The method with the fewest bytes among those that stayed close to dense gradients in trainings: docs/choose.md."""
+"""The method with the fewest bytes among those that trained nearly as well as dense gradients (docs/choose.md)."""
 
 
 def render(found: dict[str, list[Entry]], console: Console) -> None:

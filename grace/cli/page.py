@@ -1,4 +1,4 @@
-"""Records as one HTML page: pictures are inline SVG, and nothing is fetched."""
+"""Records as one HTML page; its charts are inline SVG, and it loads nothing else."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def _axes(
         )
     for tick in _ticks(left, right):
         x, _ = place(tick, ticks[0])
-        if x >= LEFT + 30 + 8 * len(along) and tick <= right:  # beside the axis's name
+        if x >= LEFT + 30 + 8 * len(along) and tick <= right:  # leave space for the axis's name
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{mark(tick)}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{along}</text>')
     return "".join(parts)

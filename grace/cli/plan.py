@@ -116,12 +116,12 @@ LINKS = {
     "intra_bandwidth": "--intra-bandwidth",
     "intra_latency": "--intra-latency",
 }
-"""Options that a cluster file replaces, with their spelling."""
+"""Options that a cluster file replaces: names of parameters and of their flags."""
 
 
 # -- inputs of `grace plan` and `grace advise` -----------------------------------------------------------------------
 def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
-    """A model by name, or a profile by file; ``backward``: measured seconds of a backward pass."""
+    """A named model's profile, or one from a file. ``backward``: measured seconds of a backward pass."""
     if batch is not None and (backward is not None or name not in models.MODELS):
         raise typer.BadParameter("--batch is only for named models with assumed times: leave it out, or --backward")
     try:
@@ -143,7 +143,7 @@ def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
 def read_cluster(
     file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
 ) -> Cluster:
-    """The cluster from a file, or from the options. ``rates``: Gbit/s; ``latencies``: microseconds (inter, intra)."""
+    """The cluster, from a file or options. ``rates`` (Gbit/s), ``latencies`` (us): between and within machines."""
     try:
         if file is not None:
             data = read_json(file)
@@ -211,8 +211,8 @@ def _enough_cores(threads: int, speed: float, workers: int) -> None:
 
 
 def _offloaded(codecs: list[Codec], speed: float) -> list[Codec]:
-    # Adds the costs of a pool, if unknown. If the training device is this CPU, every worker's pool needs its own cores,
-    # and is slower by the factor measured during a concurrent matrix product.
+    # Add the costs of compression on a CPU pool to codecs without them. If this CPU is also the training device, the
+    # pool is slower by a factor that is measured beside a matrix product.
     from grace.bench import costs as measure
 
     here = speed == 1

@@ -1,4 +1,4 @@
-"""Import one package and report its capabilities. Each probe runs in a separate process of `grace.cli.doctor`.
+"""Imports one package and reports its capabilities. `grace.cli.doctor` runs each probe in a separate process.
 
 A broken toolkit may print, hang or crash, but only in this process. The answer is the last line of the standard output,
 as JSON.

@@ -24,7 +24,7 @@ from grace.engine.record import Run, read, warnings_of
 from grace.planner.profile import but
 
 WIDTH = 48  # width of the sparklines, in characters
-COURSE = 12  # width of a tensor's levels, in characters
+COURSE = 12  # width of a tensor's levels over time, in characters
 SHOWN = 40  # maximum tensors in the terminal; the page has all
 
 
@@ -193,7 +193,7 @@ def _tensors(run: Run) -> Table:
 
 
 def _course(run: Run, name: str) -> str:
-    # A tensor's levels over time, with one height per level in order of appearance.
+    # A tensor's levels over time as bars, one height per level in order of appearance.
     held = spans(run, name)
     known = list(dict.fromkeys(level for _, _, level in held))
     first, last = held[0][0], held[-1][1]

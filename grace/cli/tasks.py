@@ -141,7 +141,7 @@ def tasks(
 
 
 def _present(toolkits: list[str]) -> list[str]:
-    # Toolkits that are installed, with the transport for their gradients.
+    # The toolkits that are installed together with the transport for their gradients.
     found = []
     for toolkit in toolkits:
         needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
@@ -182,7 +182,7 @@ def _train(
     expected = plan.estimate(todo) / 60
     said = f"{len(todo)} launches" + (f", {len(jobs) - len(todo)} are done already" if len(todo) < len(jobs) else "")
     console.print(f"{said}; about {expected:.0f} minutes on 2 cores, {budget / 60:.0f} at most")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit removes the emulated network
     with Progress(
         *(TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn()),
         TextColumn("{task.description}", markup=False),

@@ -1,7 +1,7 @@
-"""Pufferfish: trains a smaller model, with low-rank factors in place of its matrices.
+"""Pufferfish: trains a smaller model, with low-rank factors instead of its weight matrices.
 
 Wang, Agarwal, Papailiopoulos: "Pufferfish: Communication-efficient Models At No Extra Cost", MLSys 2021,
-arXiv:2103.03936. Works on PyTorch and Keras 3 models, and imports neither before it sees a model.
+arXiv:2103.03936. Works on PyTorch and Keras 3 models; neither toolkit is imported before a function gets a model.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ __all__ = ["LayerPlan", "NameMap", "Plan", "WarmUp", "defactorize", "factorize",
 
 
 def plan(model: Any, *, example: Any = None, **settings: Any) -> Plan:
-    """Preview of `factorize` with these settings; changes nothing.
+    """Preview `factorize` with these settings; changes nothing.
 
     ``rank_ratio`` (0.25): a matrix of m rows and n columns gets rank ``rank_ratio`` x min(m, n), rounded down. For a
-    convolution m is the output channels and n the input channels times the kernel; an LSTM has separate matrices for
-    each gate.
+    convolution m is the number of output channels and n the number of input channels times the kernel's size; an LSTM
+    has separate matrices for each gate.
     ``keep_first`` (1): number of layers that stay dense, counted in the model's order over all layers with a matrix,
-    including embeddings; or their names. ``keep_last`` (True): keep the last of them dense.
-    ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave alone. A name stands for
+    including embeddings; or their names. ``keep_last`` (True): keep the last layer with a matrix dense.
+    ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave dense. A name stands for
     the layer, for all layers below it ("layer4"), or is a pattern ("*.shortcut.*").
-    ``ranks``: rank by name, for layers to factorise regardless of the other settings; or a rank for each matrix of the
-    layer, in the order of the plan.
+    ``ranks``: by name, the rank of a layer, or a rank for each of its matrices in the order of the plan; these layers
+    are factorised regardless of the other settings.
     ``min_numel`` (1024): layers of fewer weights stay dense, as do layers whose factors would not be smaller.
     ``example``: an input (or a tuple of inputs) for a call of the model that counts multiply-adds.
 
-    ValueError for a name that no layer has. Layers of other kinds, and frozen or shared weights, stay unchanged; the
-    plan says why.
+    Raises ValueError for a name that no layer has. Layers of other kinds, and frozen or shared weights, stay unchanged;
+    the plan says why.
     """
     toolkit = toolkit_of(model)
     return decide(toolkit.survey(model), None if example is None else toolkit.positions(model, example), **settings)
 
 
 def factorize(model: Any, *, init: str = "svd", plan: Plan | None = None, **settings: Any) -> tuple[Any, NameMap]:
-    """Replace a model's matrices by factors, in place. Returns the model and its new parameters' names.
+    """Replace a model's matrices by factors, in place. Returns the model and a map from old to new parameter names.
 
     Nothing else changes: other tensors keep their values and identity. A PyTorch model that is itself one layer cannot
     be changed in place, and a new object is returned. Create optimizers and graphs again: they hold the old parameters.
 
-    ``init``: "svd", the best approximation of the present weights; or "random", normal numbers whose product has the
-    variance of the present weights. ``plan``: the result of `plan`; by default made from ``settings``, as in `plan`.
+    ``init``: "svd", the best approximation of the present weights; or "random", factors of normally distributed
+    numbers, whose product has the variance of the present weights. ``plan``: the result of `plan`; by default made from
+    ``settings``, as in `plan`.
     """
     if init not in ("svd", "random"):
         raise ValueError(f"init={init!r}: choose 'svd' or 'random'")
@@ -71,7 +72,7 @@ def load_dense(model: Any, checkpoint: Any) -> None:
 
 
 def recalibrate(model: Any, batches: Iterable[Any]) -> None:
-    """Recompute BatchNorm's means and variances over some batches of inputs: truncation has made them stale.
+    """Recompute BatchNorm's means and variances over some batches of inputs, since factorisation has changed them.
 
     Each worker uses its own batches; broadcast the model's buffers if all must agree.
     """

@@ -12,7 +12,8 @@ def svd_factor(matrix: Any, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
     From W = Q S R^T: v = Q_r S_r^(1/2), u = S_r^(1/2) R_r^T, so that v^T v = u u^T = S_r (Wang et al., "Pufferfish",
     MLSys 2021, arXiv:2103.03936, section 2.3). An SVD does not determine signs: the entry of largest magnitude in each
-    column of v is made positive. float32, or float64 for a float64 matrix. ValueError if the matrix is not finite.
+    column of v is made positive. The factors are float32, or float64 for a float64 matrix. Raises ValueError if the
+    matrix is not finite.
     """
     matrix = np.asarray(matrix)
     if matrix.dtype != np.float64:

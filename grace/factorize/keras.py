@@ -36,7 +36,7 @@ Ranks = Mapping[str, Sequence[int]]
 
 
 def survey(model: layers.Layer) -> list[Layer]:
-    """Every layer that has weights, in the model's order."""
+    """Return every layer that has weights, in the model's order."""
     if not model.built:
         raise ValueError("the model is not built: give it an Input, or run one batch through it first")
     owned = [(name, layer, variables) for name, layer in _walk(model) if (variables := _own(layer))]
@@ -80,7 +80,7 @@ def _walk(layer: layers.Layer, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _whole(layer: layers.Layer) -> bool:
-    # Layers that are treated as a unit, including their sublayers.
+    # Whether a layer is treated as one, including its sublayers.
     return isinstance(layer, (*KINDS, LowRank)) or _low_rank_lstm(layer)
 
 
@@ -142,7 +142,7 @@ def _parts(layer: layers.Layer) -> list[layers.Layer]:
 
 
 def positions(model: layers.Layer, example: Any) -> dict[str, list[int]]:
-    """Number of products with each matrix of a layer when the model runs an example: an array or a tuple of arrays."""
+    """By layer, how many vectors each of its matrices multiplies when the model runs an example (arrays)."""
     counts: dict[str, list[int]] = {}
     watched: list[layers.Layer] = []
 
@@ -177,7 +177,7 @@ def positions(model: layers.Layer, example: Any) -> dict[str, list[int]]:
 
 
 def replace(model: layers.Layer, ranks: Ranks, init: str) -> tuple[layers.Layer, NameMap]:
-    """Replace these layers' weights by factors, in place."""
+    """Replace the weights of the layers in ``ranks`` by factors of these ranks, in place."""
 
     def change(name: str, layer: layers.Layer) -> bool:
         if name not in ranks:
@@ -226,7 +226,7 @@ def restore(model: layers.Layer) -> tuple[layers.Layer, NameMap]:
 
 
 def _renamed(model: layers.Layer, change: Callable[[str, layers.Layer], bool]) -> NameMap:
-    # Change layers, and map the old variables to the new ones, layer by layer.
+    # Change layers, and map the paths of their old variables to those of the new ones.
     names = NameMap()
     changed = False
     for name, layer in list(_walk(model)):
@@ -246,7 +246,7 @@ def _renamed(model: layers.Layer, change: Callable[[str, layers.Layer], bool]) -
 
 
 def _pairs(old: Sequence[str], new: Sequence[str]) -> NameMap:
-    # kernel <-> u/kernel, v/kernel; bias <-> v/bias; in an LSTM kernel <-> kernel_u, kernel_v, and bias is unchanged.
+    # kernel <-> u/kernel, v/kernel; bias <-> v/bias; in an LSTM kernel <-> kernel_u, kernel_v, while bias is unchanged.
     def role(path: str) -> str:
         name = path.rpartition("/")[2]
         return name.removesuffix("_u").removesuffix("_v")
@@ -257,7 +257,7 @@ def _pairs(old: Sequence[str], new: Sequence[str]) -> NameMap:
 
 
 def ranks_of(model: layers.Layer) -> dict[str, tuple[int, ...]]:
-    """Ranks of the factorised layers."""
+    """By name, the ranks of the factorised layers."""
     return {
         name: tuple(layer.cell.ranks if _low_rank_lstm(layer) else layer.ranks)
         for name, layer in _walk(model)
@@ -289,7 +289,7 @@ def recalibrate(model: layers.Layer, batches: Iterable[Any]) -> None:
             norm.momentum = momentum
 
 
-# -- the switch -----------------------------------------------------------------------------------------------------
+# -- the switch (`WarmUp`) ---------------------------------------------------------------------------------------------
 def grace_of(optimizer: Any) -> Grace | None:
     """The Grace that drives an optimizer, if any."""
     return getattr(optimizer, "_grace", None)
@@ -304,7 +304,7 @@ def transport_of(grace: Grace, model: layers.Layer) -> Transport:
 
 
 def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
-    """Assign worker 0's values of these variables on all workers."""
+    """Copy worker 0's values of the named variables to all workers."""
     from grace.tensorflow import broadcast_variables
 
     wanted = set(names)
@@ -313,7 +313,7 @@ def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
 
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
-    """Drive ``new`` as ``old`` was driven, with a Grace rebuilt for the model's new variables."""
+    """Rebuild the Grace for the model's new variables; if it drove ``old``, let it drive ``new``. Returns ``new``."""
     from grace.keras.names import names_for
     from grace.keras.optimizer import DistributedOptimizer, release
     from grace.tensorflow.variables import TOOLKIT

@@ -24,9 +24,9 @@ register = keras.saving.register_keras_serializable(package="grace")
 class LowRank(layers.Layer):
     """Two layers in place of a Dense, EinsumDense or Conv: ``u`` maps to the rank, without bias; ``v`` maps from it.
 
-    ``layer``: the dense one, as serialised by ``keras.saving.serialize_keras_object``. ``v`` has its bias and
+    ``layer``: the dense layer, as serialised by ``keras.saving.serialize_keras_object``. ``v`` has its bias and
     activation. For a convolution, ``u`` has the kernel, strides, padding and dilation, and ``v`` is 1 x 1. A kernel
-    regulariser acts on both.
+    regulariser acts on both factors.
     """
 
     def __init__(self, layer: Mapping[str, Any], rank: int, **kwargs: Any):
@@ -37,7 +37,7 @@ class LowRank(layers.Layer):
         self.supports_masking = self.u.supports_masking
 
     def dense_layer(self) -> layers.Layer:
-        """The dense layer, not built."""
+        """Return the dense layer, not built."""
         return keras.saving.deserialize_keras_object(json.loads(self._layer))
 
     @property
@@ -62,9 +62,9 @@ class LowRank(layers.Layer):
 class LowRankLSTMCell(layers.LSTMCell):
     """A low-rank LSTMCell: each gate's matrices are factorised separately.
 
-    ``ranks``: of the input's and of the hidden state's matrices. Weights: instead of ``kernel``, ``kernel_u`` [input, 4
-    rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as in
-    LSTMCell.
+    ``ranks``: two, for the matrices of the input and of the hidden state. Weights: instead of ``kernel``, ``kernel_u``
+    [input, 4 rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as
+    in LSTMCell.
     """
 
     def __init__(self, units: int, ranks: Sequence[int], **kwargs: Any):
@@ -104,8 +104,8 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     @staticmethod
     def _dropped(x: Any, mask_of: Callable[[Any], Any], rate: float) -> Any:
-        # Keras uses one mask for all gates, or (with recurrent dropout) a list of four: then the result is [n, 4,
-        # width].
+        # Keras uses one mask for all gates, or with recurrent dropout a list of four masks: then the result has shape
+        # [n, 4, width].
         if not 0 < rate < 1:
             return x
         mask = mask_of(x)
@@ -129,7 +129,7 @@ class LowRankLSTMCell(layers.LSTMCell):
 class LowRankMultiHeadAttention(layers.MultiHeadAttention):
     """MultiHeadAttention with four low-rank projections, each for all heads together.
 
-    ``ranks``: of the projections of query, key, value and output.
+    ``ranks``: four, for the projections of query, key, value and output.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int], **kwargs: Any):
@@ -147,7 +147,7 @@ class LowRankMultiHeadAttention(layers.MultiHeadAttention):
 
 # -- shared helpers -------------------------------------------------------------------------------------------------
 def _pair(layer: layers.Layer, rank: int) -> tuple[layers.Layer, layers.Layer]:
-    # Two unbuilt layers with the settings of a dense one.
+    # The layers u and v, unbuilt, with the settings of a dense layer.
     config = {key: value for key, value in layer.get_config().items() if key not in ("lora_rank", "lora_alpha")}
     narrow = {**config, "name": "u", "activation": None, "activity_regularizer": None}
     wide = {**config, "name": "v", "activity_regularizer": None}
@@ -178,7 +178,7 @@ def kernel_axes(equation: str) -> tuple[str, str, str, str] | None:
 
 
 def _equations(equation: str, rank: int) -> tuple[str, str, tuple[int | None, ...]]:
-    # The equations of the two layers, and the output shape of the first.
+    # The equations of u and v, and the output shape of u.
     axes = kernel_axes(equation)
     assert axes is not None
     inputs, _, columns, rows = axes
@@ -214,7 +214,7 @@ def _factors(weight: np.ndarray, rank: int, init: str) -> tuple[np.ndarray, np.n
 
 
 def _become(layer: layers.Layer, template: layers.Layer, build: Callable[[], None]) -> None:
-    # Turn a built layer into another type, in place: it keeps its name, its place in graphs and its users.
+    # Turn a built layer into the type of ``template``, in place: its name and all references to it stay valid.
     mine = {id(variable) for variable in layer.variables} | {id(inner) for inner in layer._layers}
     tracker = layer._tracker
     tracker.unlock()
@@ -238,7 +238,7 @@ def _become(layer: layers.Layer, template: layers.Layer, build: Callable[[], Non
 
 
 def to_low_rank(layer: layers.Layer, rank: int, init: str) -> None:
-    """Change a dense layer to a `LowRank`, in place."""
+    """Change a dense layer to a `LowRank`, in place. ``init``: "svd", "random" or "zeros"."""
     u, v = _factors(_matrix(layer), rank, init)
     bias = None if layer.bias is None else np.asarray(layer.bias)
     shape = _built_for(layer)
@@ -253,7 +253,7 @@ def to_low_rank(layer: layers.Layer, rank: int, init: str) -> None:
 
 
 def to_dense(layer: LowRank) -> None:
-    """Change a low-rank layer to the dense one, in place."""
+    """Change a low-rank layer back to the dense layer, in place."""
     template = layer.dense_layer()
     product = np.asarray(layer.u.kernel).reshape(-1, layer.rank) @ np.asarray(layer.v.kernel).reshape(layer.rank, -1)
     bias = None if layer.v.bias is None else np.asarray(layer.v.bias)
@@ -288,7 +288,7 @@ def cell_to_low_rank(cell: layers.LSTMCell, ranks: Sequence[int], init: str) -> 
 
 
 def cell_to_dense(cell: LowRankLSTMCell) -> None:
-    """Change a low-rank cell to the dense one, in place."""
+    """Change a low-rank cell back to the dense cell, in place."""
     weights = {}
     for prefix in ("", "recurrent_"):
         u, v = (np.asarray(getattr(cell, f"{prefix}kernel_{part}")) for part in "uv")
@@ -300,6 +300,3 @@ def cell_to_dense(cell: LowRankLSTMCell) -> None:
     _become(cell, template, lambda: layers.LSTMCell.build(cell, (None, len(weights["kernel"]))))
     for key, weight in weights.items():
         getattr(cell, key).assign(weight)
-
-
-# -- a model --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plans of a factorisation: which layers, at which rank, or why not; from shapes alone, the same for every toolkit."""
+"""Plans: which layers to factorise, at which ranks, and why not others. They depend only on shapes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Layer:
     name: str
     kind: str
     shape: tuple[int, ...]
-    """Shape of its weight in the toolkit."""
+    """Shape of its weight, in the toolkit's layout."""
     parameters: int
-    """Trained parameters; shared ones count at their first layer."""
+    """Number of trained parameters; shared ones count at their first layer."""
     matrices: tuple[Matrix, ...] = ()
-    """Matrices that factors can replace; empty if there are none, with the ``reason``."""
+    """Matrices that factors can replace; if empty, ``reason`` says why."""
     reason: str = ""
 
 
@@ -55,7 +55,7 @@ class LayerPlan:
     parameters: int
     parameters_after: int
     macs: int | None
-    """Multiply-adds of the weights for the given example; None if not counted."""
+    """Multiply-adds with the weights for the given example; None if not counted."""
     macs_after: int | None
     reason: str
     """Why it stays unchanged; empty otherwise."""
@@ -63,13 +63,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The effect of `factorize` on a model. Prints as a table. Parameters are the trained ones."""
+    """The effect of `factorize` on a model. Prints as a table. Only trained parameters are counted."""
 
     layers: tuple[LayerPlan, ...]
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Ranks of the factorised layers."""
+        """By name, the ranks of the factorised layers."""
         return {layer.name: layer.ranks for layer in self.layers if layer.ranks}
 
     @property
@@ -132,7 +132,7 @@ class NameMap(dict[str, tuple[str, ...]]):
         return [name for names in self.values() for name in names]
 
     def inverse(self) -> NameMap:
-        """Maps new names to the old ones."""
+        """Return the map from new names to old ones."""
         sources: dict[str, list[str]] = {}
         for old, names in self.items():
             for name in names:
@@ -154,7 +154,7 @@ def decide(
 ) -> Plan:
     """The plan for these layers; `grace.factorize.plan` explains the settings.
 
-    ``positions``: number of products with each of a layer's matrices, from an example.
+    ``positions``: by layer, how many vectors each of its matrices multiplies in an example.
     """
     if not 0 < rank_ratio <= 1:
         raise ValueError(f"rank_ratio={rank_ratio!r} must be more than 0 and at most 1")
@@ -228,7 +228,7 @@ def _planned(layer: Layer, ranks: tuple[int, ...], reason: str, positions: Seque
 
 
 def _matching(names: Sequence[str], patterns: str | Iterable[str], key: str) -> set[str]:
-    # A pattern is a layer's name, a prefix of names, or an fnmatch pattern.
+    # The layers that match. A pattern is a layer's name, the name of a parent, or an fnmatch pattern.
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         below = (f"{pattern}.", f"{pattern}/")

@@ -33,7 +33,7 @@ Ranks = Mapping[str, Sequence[int]]
 
 
 def survey(model: nn.Module) -> list[Layer]:
-    """Every layer that has parameters, in the model's order."""
+    """Return every layer that has parameters, in the model's order."""
     _refuse_wrapped(model)
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -124,7 +124,7 @@ def _matrices(module: nn.Module) -> tuple[Matrix, ...]:
 
 
 def positions(model: nn.Module, example: Any) -> dict[str, list[int]]:
-    """Number of products with each matrix of a layer when the model runs an example: a tensor or a tuple of tensors."""
+    """By layer, how many vectors each of its matrices multiplies when the model runs an example (tensors)."""
     counts: dict[str, list[int]] = {}
 
     def watch(name: str, module: nn.Module) -> Any:
@@ -137,7 +137,7 @@ def positions(model: nn.Module, example: Any) -> dict[str, list[int]]:
     handles = [watch(name, module) for name, module in _walk(model) if type(module) in KINDS]
     modes = {module: module.training for module in model.modules()}
     try:
-        # With gradients, since in evaluation transformers otherwise bypass their modules.
+        # In evaluation without gradients, PyTorch's transformer layers would bypass their modules and the hooks.
         with torch.enable_grad():
             model.eval()(*(example if isinstance(example, (tuple, list)) else (example,)))
     finally:
@@ -162,7 +162,7 @@ def _positions(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: 
 
 
 def replace(model: nn.Module, ranks: Ranks, init: str) -> tuple[nn.Module, NameMap]:
-    """Replace these layers by factors, in place."""
+    """Replace the layers in ``ranks`` by factors of these ranks, in place."""
     makers = {nn.LSTM: LowRankLSTM, nn.MultiheadAttention: LowRankMultiheadAttention}
     renamed = NameMap()
     for name, module in list(_walk(model)):
@@ -193,7 +193,7 @@ def restore(model: nn.Module) -> tuple[nn.Module, NameMap]:
 
 
 def ranks_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Ranks of the factorised layers."""
+    """By name, the ranks of the factorised layers."""
     return {name: tuple(module.ranks) for name, module in _walk(model) if isinstance(module, LOW_RANK)}
 
 
@@ -238,7 +238,7 @@ def _prefixed(name: str, names: NameMap) -> NameMap:
     return NameMap({dot + old: tuple(dot + one for one in new) for old, new in names.items()})
 
 
-# -- the switch -----------------------------------------------------------------------------------------------------
+# -- the switch (`WarmUp`) ---------------------------------------------------------------------------------------------
 def grace_of(optimizer: Any) -> Grace | None:
     """The Grace that drives an optimizer, if any."""
     driver = getattr(optimizer, "_grace", None)
@@ -251,13 +251,13 @@ def transport_of(grace: Grace, model: nn.Module) -> Transport:
 
 
 def broadcast(model: nn.Module, names: Iterable[str], grace: Grace) -> None:
-    """Copy worker 0's values of these parameters to all workers."""
+    """Copy worker 0's values of the named parameters to all workers."""
     parameters = dict(model.named_parameters())
     integration.broadcast_parameters({name: parameters[name] for name in names}, 0, grace)
 
 
 def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
-    """Drive ``new`` as ``old`` was driven, with a Grace rebuilt for the model's new tensors."""
+    """Rebuild the Grace for the model's new tensors; if it drove ``old``, let it drive ``new`` (returned)."""
     trained = {p for group in new.param_groups for p in group["params"] if p.requires_grad}
     passes = old._grace.backward_passes if hasattr(old, "_grace") else None
     if passes is not None:

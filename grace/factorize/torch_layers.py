@@ -49,7 +49,7 @@ class LowRank(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Module, ranks: Sequence[int], init: str) -> LowRank:
-        """Factors of a dense layer. ``init``: "svd", "random" or "zeros"."""
+        """Factorise a dense layer. ``init``: "svd", "random" or "zeros"."""
         (rank,) = ranks
         u, v = _factors(layer.weight.flatten(1), rank, init)
         return cls(*_pair(layer, u.reshape(rank, *layer.weight.shape[1:]), v, layer.bias))
@@ -67,16 +67,16 @@ class LowRank(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """Maps the dense layer's names to this one's."""
+        """Map the dense layer's parameter names to those of this layer."""
         return NameMap({name: ("u.weight", "v.weight") if name == "weight" else ("v.bias",) for name in names})
 
 
 class LowRankLSTM(nn.Module):
     """A low-rank LSTM, called as nn.LSTM. Each gate's matrices are factorised separately.
 
-    ``ranks``: two per layer and direction, of the input's and of the hidden state's matrices. Parameters: instead of
-    nn.LSTM's ``weight_ih_l0``, ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates stacked; biases as
-    in nn.LSTM. The steps are a Python loop, which `torch.compile` turns into one graph.
+    ``ranks``: two per layer and direction, for the matrices of the input and of the hidden state. Parameters: instead
+    of nn.LSTM's ``weight_ih_l0``, ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates stacked; biases
+    as in nn.LSTM. The steps are a Python loop, which `torch.compile` turns into one graph.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LowRankLSTM(nn.Module):
                 self.register_parameter(f"bias_{suffix}", nn.Parameter(zeros))
 
     def _stacks(self) -> list[tuple[str, str, int]]:
-        # (name, name of its bias, input width), in nn.LSTM's order.
+        # For each stack of four matrices, in nn.LSTM's order: (end of its name, end of its bias's name, input width).
         stacks = []
         for layer, direction in self._passes():
             below = self.input_size if layer == 0 else self.hidden_size * (2 if self.bidirectional else 1)
@@ -161,8 +161,8 @@ class LowRankLSTM(nn.Module):
     def _run(
         self, suffix: str, steps: list[torch.Tensor], state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        # One layer in one direction. In packed sequences a step may have fewer rows than the state; the other rows
-        # wait.
+        # Run one layer in one direction. In packed sequences a step may have fewer rows than the state, whose other
+        # rows then stay unchanged.
         inputs = self._gates(f"ih_{suffix}", torch.cat(steps)).split([len(step) for step in steps])
         h, c = state
         outputs = list(inputs)
@@ -189,7 +189,7 @@ class LowRankLSTM(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.LSTM, ranks: Sequence[int], init: str) -> LowRankLSTM:
-        """Factors of a dense LSTM. ``init``: "svd", "random" or "zeros"."""
+        """Factorise a dense LSTM. ``init``: "svd", "random" or "zeros"."""
         made = cls(layer.input_size, layer.hidden_size, ranks, **_lstm_options(layer, layer.weight_ih_l0))
         for (name, suffix, _), rank in zip(made._stacks(), ranks, strict=True):
             weight = getattr(layer, f"weight_{name}")
@@ -213,7 +213,7 @@ class LowRankLSTM(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """Maps the dense layer's names to this one's."""
+        """Map the dense layer's parameter names to those of this layer."""
         stacks = [name.removeprefix("weight_") for name in names if name.startswith("weight_")]
         return NameMap({f"weight_{stack}": (f"u_{stack}", f"v_{stack}") for stack in stacks})
 
@@ -224,7 +224,7 @@ class LowRankMultiheadAttention(nn.Module):
     Each projection is factorised for all heads together.
     """
 
-    # nn.TransformerEncoderLayer checks these before it reads dense weights directly, bypassing this module.
+    # With these values, nn.TransformerEncoderLayer calls this module instead of reading dense weights directly.
     _qkv_same_embed_dim = False
     in_proj_bias = None
 
@@ -292,7 +292,7 @@ class LowRankMultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.MultiheadAttention, ranks: Sequence[int], init: str) -> LowRankMultiheadAttention:
-        """Factors of a dense module. ``init``: "svd", "random" or "zeros"."""
+        """Factorise a dense module. ``init``: "svd", "random" or "zeros"."""
         weights = [*projections(layer), layer.out_proj.weight]
         biases = [None] * 3 if layer.in_proj_bias is None else list(layer.in_proj_bias.chunk(3))
         parts = {}
@@ -328,7 +328,7 @@ class LowRankMultiheadAttention(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """Maps the dense module's names to this one's."""
+        """Map the dense module's parameter names to those of this module."""
         return NameMap({name: tuple(RENAMED_ATTENTION[name]) for name in names})
 
 
@@ -360,7 +360,7 @@ def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, 
 
 
 def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, nn.Module]:
-    # Two layers with these weights, and the settings of a dense one.
+    # The layers u and v with these weights and bias, and the settings of a dense layer.
     rank = len(u)
     if isinstance(layer, nn.Linear):
         narrow = _bare(nn.Linear, layer, u.shape[1], rank, bias=False)
@@ -375,7 +375,7 @@ def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 
 
 def _bare(cls: type[nn.Module], like: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    # Skips the initialisation, which would use the user's random generator.
+    # Make an uninitialised module: initialisation would draw from the user's random generator.
     weight = like.weight
     return cls(*args, device="meta", dtype=weight.dtype, **options).to_empty(device=weight.device)
 
@@ -403,6 +403,3 @@ def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
-
-
-# -- a model --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Full-rank warm-up: switches to factors during a training."""
+"""Full-rank warm-up: training starts dense and switches to factors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class WarmUp:
     """Train the dense model for some epochs, then continue with its factors (Pufferfish, section 2.3).
 
     ``epochs``: full-rank epochs. ``ramp_epochs``: epochs after the switch in which the learning rate rises, from
-    ``ramp_start`` of its value. ``lr_factor``: scales the learning rate from the switch on. ``settings``: `plan`'s.
+    ``ramp_start`` times its value. ``lr_factor``: scales the learning rate from the switch on. ``settings``: as for
+    `plan`.
 
     In the loop over epochs::
 
@@ -46,9 +47,9 @@ class WarmUp:
         self.epochs, self.ramp_epochs, self.ramp_start, self.lr_factor = epochs, ramp_epochs, ramp_start, lr_factor
         self.settings = settings
         self.plan: Plan | None = None
-        """The executed plan, after the switch."""
+        """The plan that the switch executed; None before."""
         self.names = NameMap()
-        """Old parameter names mapped to new ones, after the switch."""
+        """Maps old parameter names to new ones; empty before the switch."""
         self._ranks: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -60,7 +61,7 @@ class WarmUp:
         return not self.switched and epoch >= self.epochs
 
     def lr_scale(self, epoch: float) -> float:
-        """Factor of the learning rate at this epoch (or fraction of one), counted from 0."""
+        """Return the factor for the learning rate at ``epoch``, counted from 0; may be a fraction."""
         if epoch < self.epochs:
             return 1.0
         since = epoch - self.epochs
@@ -78,8 +79,8 @@ class WarmUp:
         it is distributed as ``optimizer`` was. The Grace drops the state of removed tensors, keeps that of the others,
         and its report starts again.
 
-        ``grace``: for cases without a distributed optimizer (a tape, DistributedDataParallel's hook). Raises on all
-        workers, before anything is sent, if one of them cannot factorise or if their plans differ.
+        ``grace``: needed without a distributed optimizer (with a tape or DistributedDataParallel's hook). Raises
+        RuntimeError on all workers, before factors are sent, if one cannot factorise or if their plans differ.
         """
         toolkit = toolkit_of(model)
         if self.switched:
@@ -116,7 +117,7 @@ class WarmUp:
         return model, names
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the switch was made, and the ranks: plain data for a checkpoint."""
+        """Plain data for a checkpoint: the ranks of the factorised layers, or None before the switch."""
         return {"ranks": None if self._ranks is None else {name: list(ranks) for name, ranks in self._ranks.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], model: Any) -> Any:

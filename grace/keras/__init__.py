@@ -1,6 +1,6 @@
 """Keras 3 integrations for its TensorFlow and PyTorch backends: DistributedOptimizer, callbacks and broadcasts.
 
-They follow `keras.backend.backend()`. For a custom training loop of TensorFlow, see `grace.tensorflow`.
+`keras.backend.backend()` selects the toolkit. For a custom TensorFlow training loop, see `grace.tensorflow`.
 """
 
 from grace.keras.broadcast import broadcast_variables

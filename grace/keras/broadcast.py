@@ -19,9 +19,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
 
     ``variables``: of any shape and any numeric dtype or bool. ``root_rank``: the rank within the transport of
     ``grace``.
-    All workers first compare names, shapes and dtypes: ValueError on all of them, naming the difference, or if no
-    worker has a variable (a model has none before it is built). TypeError for variables of strings or resources.
-    RuntimeError inside a graph.
+    All workers first compare names, shapes and dtypes. All raise ValueError if these differ, naming the difference, or
+    if there are no variables (a model has none before it is built). Raises TypeError for variables of strings or
+    resources, RuntimeError inside a graph.
     """
     if isinstance(root_rank, Grace):
         raise TypeError("root_rank comes before the Grace: broadcast_variables(variables, 0, grace=grc)")
@@ -49,8 +49,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
 
 
 def compare(kit: Toolkit, variables: Sequence[Any], transport: Transport, root_rank: int) -> int:
-    """Compare variables; returns their number. Raises on all workers: ValueError, naming the difference, if variables
-    differ; TypeError for dtypes that cannot be sent.
+    """Compare the workers' variables; returns their number. Raises on all workers: ValueError, naming the difference,
+    if variables differ; TypeError for dtypes that cannot be sent.
     """
     mine = [[kit.path_of(v), kit.dtype_of(v), list(map(int, v.shape))] for v in variables]
     text = json.dumps([root_rank, mine])
@@ -74,7 +74,7 @@ def assign_from(kit: Toolkit, variables: Sequence[Any], transport: Transport, ro
 
 
 def transport_of(kit: Toolkit, grace: Grace | None) -> Transport:
-    """A Grace's transport, or the initialised one, for the toolkit's variables."""
+    """Return the transport of ``grace``, or the initialised one if None, bound to the toolkit's backend."""
     transport = get_transport() if grace is None else grace.transport
     bound = transport.bind(kit.backend()) if getattr(transport, "xp", None) is None else transport
     if grace is not None:

@@ -20,7 +20,7 @@ from grace.keras.toolkits import toolkit
 
 
 class _Callback(keras.callbacks.Callback):
-    """A callback for the Graces of the model's optimizers, or for a given one."""
+    """A callback for the Graces of the model's optimizers, or for a given Grace."""
 
     def __init__(self, grace: Grace | None = None):
         self._kit = toolkit(f"grace.keras.{type(self).__name__}")
@@ -30,7 +30,7 @@ class _Callback(keras.callbacks.Callback):
         self._grace = grace
 
     def _driven(self) -> list[tuple[Any, Grace]]:
-        # Optimizers and their Graces. A model with its own compile (a GAN) may have several.
+        # Pairs of an optimizer and its Grace. A model with its own compile (a GAN) may have several.
         found = {id(each._grace): (each, each._grace) for each in optimizers_of(self.model) if hasattr(each, "_grace")}
         if self._grace is not None:
             return [found.get(id(self._grace), (getattr(self.model, "optimizer", None), self._grace))]
@@ -57,10 +57,10 @@ class _Callback(keras.callbacks.Callback):
 class BroadcastCallback(_Callback):
     """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state.
 
-    ``grace``: defines the workers, of which ``root_rank`` is one; by default those of the model's distributed
-    optimizers, or else all. Optimizers are the model's own and those that are attributes of the model or of its layers.
-    A model that its first batch builds is broadcast after that batch. ValueError on all workers, naming the difference,
-    if their variables differ.
+    ``grace``: its workers take part, and ``root_rank`` is a rank among them; by default the workers of the model's
+    distributed optimizers, or all workers if there are none. Optimizers are the model's own and those that are
+    attributes of the model or of its layers. A model that its first batch builds is broadcast after that batch. Raises
+    ValueError on all workers, naming the difference, if their variables differ.
 
     It warns after the first batch if no worker averaged gradients of the model, for example if a loaded or copied
     optimizer was not wrapped again.
@@ -117,7 +117,8 @@ class MetricAverageCallback(_Callback):
 
     Numbers become floats, and arrays (a metric per class) float64 arrays of the same shape. The mean is computed in
     float64 over the workers that have the metric, and every worker gets it, even one without. Other values stay
-    unchanged. ``grace``: as in `BroadcastCallback`. ValueError on all workers if arrays of one name differ in shape.
+    unchanged. ``grace``: as in `BroadcastCallback`. Raises ValueError on all workers if arrays of one name differ in
+    shape.
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -142,10 +143,11 @@ class MetricAverageCallback(_Callback):
 
 
 class PolicyCallback(_Callback):
-    """Tell a Grace's policy that a step or an epoch is over. Put it after callbacks that set the learning rate.
+    """Report the end of each step and epoch to a Grace's policy. Put it after callbacks that set the learning rate.
 
-    An epoch ends when the next one begins, since its learning rate is known then, or with the training. ``grace``: by
-    default those of the model's optimizers, each with its optimizer's learning rate. ValueError if there is none.
+    An epoch's end is reported when the next epoch begins, since only then is the next learning rate known, or when
+    training ends. ``grace``: by default those of the model's optimizers, each with its optimizer's learning rate.
+    Raises ValueError if there is none.
     """
 
     def __init__(self, grace: Grace | None = None):
@@ -174,11 +176,12 @@ class PolicyCallback(_Callback):
 
 
 class RecordCallback(_Callback):
-    """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do itself.
+    """Write the record (`Options.record`) during ``fit``, which a graph cannot do itself.
 
-    Writes a line after every ``record_every`` steps, or after the call of ``steps_per_execution`` steps that includes
-    the last of them, and one after each epoch with worker 0's metrics (``loss``, ``val_accuracy``). ``grace``: by
-    default those of the model's optimizers that have a record. ValueError if none has.
+    Writes a line after every ``record_every`` steps (with ``steps_per_execution``, after the call that includes the
+    last of these steps), one after each epoch with worker 0's metrics (``loss``, ``val_accuracy``), and one for the
+    last steps when training ends. ``grace``: by default those of the model's optimizers that have a record. Raises
+    ValueError if none has.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -207,7 +210,7 @@ class RecordCallback(_Callback):
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
     """Mix variables between neighbours, once; the first call builds their state. Call it eagerly, after a step.
 
-    RuntimeError inside a graph: the side of a matrix to send depends on the round.
+    Raises RuntimeError inside a graph, since which side of a matrix is sent depends on the round.
     """
     kit = toolkit("grace.keras.gossip_variables", variables)
     if kit.inside_graph():
@@ -225,7 +228,7 @@ class GossipCallback(keras.callbacks.Callback):
     """Mix the model's trainable variables between neighbours after each training step in ``fit``.
 
     Use a plain optimizer: gradients stay local. With ``steps_per_execution`` above 1, workers mix once per execution.
-    Begin with `BroadcastCallback`, so that all start from the same variables.
+    Put `BroadcastCallback` before it, so that all workers start from the same variables.
     """
 
     def __init__(self, gossip: Gossip):
@@ -265,7 +268,7 @@ def _optimizers_in(value: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    # A number or nested lists of numbers; None for other values.
+    # The value as a number or nested lists of numbers; None if it is neither a number nor an array.
     if isinstance(value, numbers.Real):
         return float(value)
     value = value.detach().cpu() if hasattr(value, "detach") else value

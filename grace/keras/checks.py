@@ -11,7 +11,7 @@ from grace.keras.toolkits import toolkit
 
 
 def check_grace(grace: Any, where: str) -> None:
-    """TypeError unless this is a Grace."""
+    """Raise TypeError unless ``grace`` is a Grace. ``where``: what needs it, for the message."""
     if isinstance(grace, Grace):
         return
     if isinstance(grace, (dict, str)):
@@ -21,7 +21,7 @@ def check_grace(grace: Any, where: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError, or RuntimeError for another backend, unless this is a Keras 3 optimizer."""
+    """Raise TypeError unless this is a Keras 3 optimizer, RuntimeError if Keras runs on an unsupported backend."""
     if isinstance(optimizer, Grace):
         raise TypeError("the optimizer comes first: DistributedOptimizer(optimizer, grace=grc)")
     if isinstance(optimizer, str):
@@ -40,9 +40,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_horovod(grace: Grace, given: dict[str, Any], optional: tuple[str, ...]) -> None:
-    """Accept arguments of Horovod's function of the same name that match GRACE's behaviour.
+    """Check arguments of Horovod's function of the same name: their values must match GRACE's behaviour.
 
-    TypeError for unknown arguments, ValueError with a remedy for unsupported values.
+    ``optional``: the names of its arguments. Raises TypeError for other names, ValueError with a remedy for unsupported
+    values.
     """
     for name, value in given.items():
         if name not in optional:
@@ -68,7 +69,7 @@ def check_horovod(grace: Grace, given: dict[str, Any], optional: tuple[str, ...]
             remedy = "leave it out: gradients travel from where they are"
         elif name == "scale_local_gradients":
             accepted, remedy = value is True, "leave it out: there are no local variables"
-        # The others hold in any case: name, sparse_as_dense, average_aggregated_gradients.
+        # Any value is accepted for the rest: name, sparse_as_dense, average_aggregated_gradients.
         if not accepted:
             raise ValueError(f"{name}={value!r} is not supported: {remedy}")
 
@@ -81,7 +82,7 @@ HOROVOD_OPTIMIZER = (*HOROVOD_TAPE, "name", "backward_passes_per_step", "average
 
 
 def process_set_of(grace: Grace) -> int:
-    """The ID of the workers' process set; 0: all workers."""
+    """The ID of the Horovod process set over which a Grace averages; 0 for all workers."""
     return getattr(getattr(grace.transport, "_process_set", None), "process_set_id", None) or 0
 
 

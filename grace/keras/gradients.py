@@ -12,7 +12,7 @@ from grace.keras.names import names_for
 from grace.keras.toolkits import toolkit
 
 DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
-"""Descriptions of the optimizers that Graces drive. An entry ends with its Grace or with `release`."""
+"""For each Grace, a description of the optimizer that it drives, until `release`."""
 
 
 def build(grace: Grace, variables: Iterable[Any]) -> None:
@@ -29,14 +29,14 @@ def build(grace: Grace, variables: Iterable[Any]) -> None:
 
 
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Means of gradients over all workers, in the order of ``gradients``: eagerly, or while a graph is traced.
+    """Average gradients over all workers, eagerly or while a graph is traced. Returns means in the same order.
 
     Eagerly, a None gradient counts as zero if another worker has one, and stays None otherwise. Inside a graph it
     stays None: all workers trace the same program, so they lack the same gradients. Sparse gradients of embeddings
     (IndexedSlices) become dense. On PyTorch, gradients are tensors, such as ``v.value.grad``, and stay unchanged.
 
-    ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a tf.distribute strategy
-    with several replicas, and with a keras.distribution on PyTorch.
+    Raises ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a tf.distribute
+    strategy with several replicas, and on PyTorch if a keras.distribution is set.
     """
     check_grace(grace, "average_gradients")
     if grace in DRIVEN:

@@ -1,4 +1,4 @@
-"""Local training in Keras: counts training steps and averages pseudo-gradients."""
+"""Local training in Keras: averages pseudo-gradients every H training steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grace.local import Access, DiLoCo
 def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[Any] = ()) -> None:
     """Set the variables of local training, once; then call ``local.step()`` after each training step.
 
-    Values must be equal on all workers.
+    Their values must be equal on all workers.
 
     ``others``: variables that are not trained, of which floats (BatchNorm's moving means) are averaged once in H steps.
-    Eagerly: RuntimeError inside a graph.
+    Call it eagerly: inside a graph it raises RuntimeError.
     """
     kit = toolkit("grace.keras.local_variables", variables)
     if kit.inside_graph():
@@ -35,9 +35,9 @@ def _assign(variable: Any, value: Any) -> None:
 
 
 class LocalCallback(keras.callbacks.Callback):
-    """Count the calls of the model's training step in ``fit``, in local training.
+    """Let each training step in ``fit`` count as a step of local training.
 
-    The optimizer is a plain one: gradients stay each worker's own. BatchNorm's moving means are averaged once in H
+    Use a plain optimizer: gradients stay local. BatchNorm's moving means are averaged once in H
     steps. ``fit`` ends with ``local.finish()``, after which all workers have the same model; call it yourself before an
     evaluation in between. With ``steps_per_execution`` above 1, H counts calls of that many steps. Put
     `BroadcastCallback` before it, so that all workers start from the same variables; all must make the same number of

@@ -1,4 +1,4 @@
-"""Unique names of variables: a variable keeps its name in a Grace."""
+"""Unique names of variables, which identify their state in a Grace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from grace.engine.session import Grace
 from grace.keras.toolkits import Toolkit
 
 EXCHANGED: set[Any] = set()
-"""Identities of all variables in this process whose gradients were averaged, or that were mixed."""
+"""Identities of all variables in this process whose gradients or values were averaged or mixed."""
 
 
 def names_for(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> list[str]:
     """The names of variables in a Grace: Keras paths or TensorFlow names, which reports and states use.
 
     A variable keeps its first name; another one with the same path gets a numeric suffix. After a state was loaded, and
-    in `Grace.rebuild`, new variables take over the names of unused ones. Tensors that are not variables are named by
-    their index among the sources.
+    in `Grace.rebuild`, new variables take over names that no variable uses any more. Tensors that are not variables are
+    named by their index in ``variables``.
     """
     keys = _keys(kit, variables)
     names = [grace.bindings.get(key) for key in keys]
@@ -50,7 +50,7 @@ def names_of(kit: Toolkit, variables: Sequence[Any]) -> list[str]:
 
 
 def _keys(kit: Toolkit, variables: Sequence[Any]) -> list[Any]:
-    # A variable may occur twice.
+    # Pairs (identity, number of the occurrence), since a variable may occur twice.
     seen: dict[Any, int] = {}
     keys = []
     for place, variable in enumerate(variables):
@@ -67,6 +67,6 @@ def _numbered(path: str) -> Any:
 
 
 def _size(shape: Any) -> int:
-    # A shape in a graph may not be known.
+    # The number of elements; 0 if it is unknown, as a shape in a graph may be.
     dimensions = None if getattr(shape, "rank", 0) is None else list(shape)
     return 0 if dimensions is None or None in dimensions else math.prod(dimensions)

@@ -23,16 +23,16 @@ def DistributedOptimizer(
     """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
 
     Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including one that
-    ``compile`` adds for the policy mixed_float16, also judges the means: all workers skip a step together. Compile
-    models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
+    ``compile`` adds for the policy mixed_float16, decides by the means, so that all workers skip a step together.
+    Compile models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
     it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,
     accepted if they match GRACE's behaviour.
 
-    Raises TypeError unless given a Keras 3 optimizer and a Grace, ValueError if either is already distributed and for
-    other arguments of Horovod's, RuntimeError for Keras on another backend and for tf.distribute strategies with
-    several replicas or, on PyTorch, a keras.distribution.
+    Raises TypeError unless given a Keras 3 optimizer and a Grace, ValueError if either is already distributed or an
+    argument of Horovod's does not match, RuntimeError for Keras on another backend and for tf.distribute strategies
+    with several replicas or, on PyTorch, a keras.distribution.
     """
     check_optimizer(optimizer)
     check_grace(grace, "DistributedOptimizer")
@@ -58,8 +58,8 @@ def DistributedOptimizer(
     if grace.method.memory.includes_momentum and moments:
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
 
-    # Attributes on the user's own object, whose class stays: it saves, loads and copies as before. They hold weak
-    # references, so that the optimizer can be garbage collected.
+    # Set attributes on the user's object and keep its class, so that it saves, loads and copies as before. The
+    # functions hold weak references, so that the optimizer can be garbage-collected.
     reference = weakref.ref(optimizer)
     grace.learning_rate = lambda name: keras.ops.convert_to_tensor(_alive(reference).learning_rate)
 
@@ -101,7 +101,7 @@ def _alive(reference: Any) -> Any:
 
 
 def _means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
-    # Check now what Keras would reject later, before anything is sent.
+    # The means, and the variables as a list (or None). First check what Keras would reject only after the exchange.
     variables = None if variables is None else list(variables)
     if variables is None and not optimizer.built:
         raise ValueError("build the optimizer first, as optimizer.build(model.trainable_variables), or pass variables")
@@ -114,7 +114,7 @@ def _means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: An
 
 
 class _Inner:
-    # A LossScaleOptimizer exposes the Grace of its inner optimizer; its own, in its __dict__, takes precedence.
+    # A LossScaleOptimizer exposes the Grace of its inner optimizer; a Grace in its own __dict__ takes precedence.
     def __get__(self, scaler: Any, cls: Any = None) -> Any:
         if scaler is None:
             return self
@@ -122,8 +122,8 @@ class _Inner:
 
 
 def _judge_means(kit: Toolkit) -> None:
-    # Keras's scaler decides by its input whether to call the inner optimizer at all. With local gradients, workers
-    # would skip steps individually: so if the inner optimizer is distributed, pass the means to the scaler.
+    # Keras's loss scaler decides by its input whether to call the inner optimizer at all. With local gradients, each
+    # worker would decide alone: so if the inner optimizer is distributed, pass the means to the scaler.
     scaler = keras.optimizers.LossScaleOptimizer
     if isinstance(vars(scaler).get("_grace"), _Inner):
         return

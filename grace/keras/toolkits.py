@@ -17,7 +17,7 @@ from grace.engine.session import Grace
 F = TypeVar("F", bound=Callable[..., Any])
 
 MODULES = {"tensorflow": "grace.tensorflow.variables", "torch": "grace.keras.on_torch"}
-"""The modules by Keras backend; each defines TOOLKIT."""
+"""By Keras backend, the module that defines its TOOLKIT."""
 
 
 class Toolkit(ABC):
@@ -28,7 +28,7 @@ class Toolkit(ABC):
 
     @abstractmethod
     def backend(self) -> Backend:
-        """The backend of messages that carry variables."""
+        """The `Backend` of messages that carry variables."""
 
     @abstractmethod
     def path_of(self, variable: Any) -> str:
@@ -64,29 +64,29 @@ class Toolkit(ABC):
 
     @abstractmethod
     def exchange(self, grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The means of gradients over all workers, in their order."""
+        """Average gradients over all workers. Returns means in the order of ``gradients``."""
 
     @abstractmethod
     def check_alone(self, optimizer: Any = None) -> None:
-        """RuntimeError if the toolkit or Keras exchanges gradients itself."""
+        """Raise RuntimeError if the toolkit or Keras exchanges gradients itself."""
 
     def inside_graph(self) -> bool:
         """Whether a graph is being traced."""
         return False
 
     def opaque(self, function: F) -> F:
-        """A function that the toolkit's compiler leaves as it is."""
+        """Wrap a function so that the toolkit's compiler leaves it as it is."""
         return function
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Context manager around arithmetic with variables."""
+        """Return a context manager in which to compute with variables."""
         return nullcontext()
 
 
 def toolkit(what: str, variables: Sequence[Any] = ()) -> Toolkit:
-    """The toolkit of Keras's backend, or that of ``variables``: TensorFlow's own work with any backend.
+    """The toolkit of Keras's backend; TensorFlow's if ``variables`` has TensorFlow's own, which work with any backend.
 
-    RuntimeError, for ``what``, if GRACE does not support that backend.
+    Raises RuntimeError if GRACE does not support the backend; ``what``: the caller, for the message.
     """
     own = any(type(variable).__module__.startswith("tensorflow.") for variable in variables)
     backend = "tensorflow" if own else keras.backend.backend()

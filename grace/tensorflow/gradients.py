@@ -14,9 +14,9 @@ from grace.keras.gradients import average_gradients
 class DistributedGradientTape:
     """A gradient tape whose gradients are averaged over all workers.
 
-    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` wraps a recorded tf.GradientTape; everything
-    else is the tape's own. ``horovod``: arguments of Horovod's class of the same name, accepted if they match GRACE's
-    behaviour. TypeError for other types of tape or Grace, ValueError for a tape that is already distributed.
+    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` wraps a recorded tf.GradientTape; all other
+    attributes are the tape's own. ``horovod``: arguments of Horovod's class of the same name, accepted if they match
+    GRACE's behaviour. Raises TypeError for other types of tape or Grace, ValueError for an already distributed tape.
     """
 
     def __init__(self, tape: tf.GradientTape, grace: Grace, **horovod: Any):
@@ -32,10 +32,10 @@ class DistributedGradientTape:
         self._grace = grace
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept.
+        """Average the result of tf.GradientTape.gradient over all workers; it has the structure of ``sources``.
 
         Sources that are not variables (watched tensors) are averaged, too. Their index in ``sources`` identifies them,
-        so one index must always have the same shape.
+        so the source at an index must always have the same shape.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)

@@ -20,14 +20,14 @@ from grace.stages.settings import Choice
 class Boundary(keras.layers.Layer):
     """Compress activations on their way forward and their gradients on their way back.
 
-    Input: floats [m, ...]; with "aq" a list of these and the IDs of the examples, integers [m]. Output: the same shape
-    and dtype. Each example is compressed by itself, so the batch size need not be known. The gradient of the compressor
-    is taken as the identity (straight through), except with ``same_mask``.
+    Input: floats [m, ...]; with "aq" a list of two: such floats, and the examples' IDs, integers [m]. Output: the shape
+    and dtype of the floats. Each example is compressed by itself, so the batch size need not be known. The gradient of
+    the compressor is taken as the identity (straight through), except with ``same_mask``.
 
     ``forward``, ``backward``, ``feedback``, ``same_mask``, ``samples``, ``seed``: as for `grace.stages.directions`.
     "aq" stores float32 in the layer's weights. ``compress_in_eval``: compress activations outside of training, too,
-    without feedback. ``batch_size``: for "ef" and "ef21", which keep a buffer for each place in a batch.
-    Raises ValueError for settings that do not go together.
+    without feedback. ``batch_size``: for "ef" and "ef21", which keep a buffer for each position in a batch.
+    Raises ValueError for conflicting settings.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Boundary(keras.layers.Layer):
         )
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        """The input as the next stage sees it."""
+        """Return the input as the next stage receives it."""
         x, ids = (inputs[0], inputs[1]) if self._ahead.feedback == "aq" else (inputs, None)
         if not training and not self.compress_in_eval:
             return x
@@ -122,7 +122,7 @@ class Boundary(keras.layers.Layer):
     def _cross(
         self, how: Direction, direction: str, x: Any, buffer: Any, step: Any, ids: Any, training: bool
     ) -> tuple[Any, Any]:
-        # The received activations, and with same_mask the mask of their elements.
+        # The values that the receiver sees, and for a top-k the mask of sent elements; both have the shape of x.
         if how.plain:
             return tf.identity(x), x
         xp = get_backend("tensorflow")
@@ -144,12 +144,12 @@ class Boundary(keras.layers.Layer):
                 state = tf.reshape(tf.gather(buffer.value, places), tf.shape(given))
             if ids is not None:
                 fresh = tf.gather(self._seen.value, places) == 0
-                state = tf.where(fresh[:, None], given, state)  # a first visit is sent in full
+                state = tf.where(fresh[:, None], given, state)  # the first activations of an example are sent exactly
         key = "error" if feedback == "ef" else "estimate"
 
         def one(parts: Any) -> Any:
             index, values, before = parts
-            # Each example has random numbers of its own.
+            # Each example has its own random numbers.
             ctx = Context(
                 xp=xp,
                 name=f"{self.name}/{direction}",
@@ -179,7 +179,7 @@ class Boundary(keras.layers.Layer):
 
 
 def _plain(choice: Choice) -> Any:
-    # A compressor as plain data, for a saved model.
+    # The argument as plain data, for a saved model.
     if isinstance(choice, Compressor):
         return {"compressor": name_of(choice), **asdict(choice)}  # type: ignore[call-overload]
     return dict(choice) if isinstance(choice, Mapping) else choice

@@ -17,7 +17,7 @@ from grace.keras.toolkits import Toolkit
 
 
 class TensorflowToolkit(Toolkit):
-    """Variables of TensorFlow, and Keras's on TensorFlow."""
+    """TensorFlow's own variables, and Keras's variables on TensorFlow."""
 
     def backend(self) -> Backend:
         return get_backend("tensorflow")
@@ -76,7 +76,7 @@ TOOLKIT = TensorflowToolkit()
 
 @tf.autograph.experimental.do_not_convert  # its loops run once, during tracing
 def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """`average_gradients`, for integrations that drive the Grace."""
+    """As `average_gradients`, but without its check that the Grace drives no optimizer."""
     check_replicas()
     names = names_for(TOOLKIT, grace, variables)
     EXCHANGED.update(map(TOOLKIT.identity, variables))
@@ -117,7 +117,7 @@ def check_replicas(strategy: Any = None) -> None:
 
 
 def _check_workers(number: int) -> None:
-    # A graph run by other workers than it was traced for would silently omit some of them.
+    # Check that a graph runs with as many workers as it was traced for: otherwise it would silently omit some.
     from horovod.tensorflow import size_op
 
     tf.debugging.assert_equal(

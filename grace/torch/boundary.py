@@ -23,11 +23,10 @@ class Boundary(torch.nn.Module):
     ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression;
     the default is `blockint` with 8 bits. ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``,
     ``storage``, ``stored``, ``seed``: as for `grace.stages.directions`. ``compress_in_eval``: compress activations in
-    eval mode too, without feedback. ``edge``: a name, which random streams depend on.
-    ``microbatch``, an attribute: index of the next input in a step, 0 at first; "ef" and "ef21" keep a buffer for
-    each.
-    ``sample_ids``, an attribute: the IDs of the next input's examples, for "aq".
-    Raises ValueError for settings that do not go together, TypeError for inputs that are no tensors.
+    eval mode too, without feedback. ``edge``: the edge's name; its random streams depend on it.
+    Attributes to set before a call: ``microbatch``, the index of the input within its step, 0 by default ("ef" and
+    "ef21" keep a buffer for each index); ``sample_ids``, the IDs of the input's examples, for "aq".
+    Raises ValueError for conflicting settings, TypeError for inputs that are not tensors.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Boundary(torch.nn.Module):
         self.sample_ids: Any = None
 
     def forward(self, x: Any) -> Any:
-        """The input as the next stage sees it."""
+        """Return the input as the next stage receives it."""
         if isinstance(x, (tuple, list)):
             return type(x)(self._one(each, number) for number, each in enumerate(x))
         return self._one(x, 0)
@@ -70,7 +69,7 @@ class Boundary(torch.nn.Module):
         return _Cross.apply(x, self, number, self.microbatch, ids)
 
     def report(self) -> Report:
-        """Bytes that would have crossed, by direction."""
+        """Bytes that two stages would have sent, by direction."""
         return Report((self._ahead.report(), self._back.report()))
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -100,7 +99,7 @@ class _Cross(torch.autograd.Function):
 def across(
     end: End, x: torch.Tensor, number: int, microbatch: int, ids: Any = None, training: bool = True
 ) -> torch.Tensor:
-    """A tensor as it arrives at the other end."""
+    """Return ``x`` as the receiver sees it, with its shape and dtype; count its bytes in ``end``."""
     if end.how.plain:
         end.count(x.nbytes, x.nbytes)
         return x.clone()
@@ -118,7 +117,7 @@ def host_ids(ids: Any) -> Any:
 
 
 def to_tensors(state: Any) -> Any:
-    """A state whose NumPy arrays are converted to tensors, so that ``torch.load(weights_only=True)`` reads it."""
+    """Convert a state's NumPy arrays to tensors, so that ``torch.load(weights_only=True)`` reads it."""
     if isinstance(state, dict):
         return {key: to_tensors(value) for key, value in state.items()}
     return torch.from_numpy(np.array(state)) if isinstance(state, np.ndarray) else state

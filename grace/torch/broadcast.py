@@ -19,11 +19,11 @@ from grace.torch.checks import check_grace, check_optimizer, entries, kind_of, o
 from grace.transports import get_transport
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes per broadcast message."""
+"""Largest size of a broadcast message in bytes; a larger tensor is sent alone."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Wire dtypes by element size: elements travel as raw bits."""
+"""By element size in bytes, the integer dtype as which the elements' bits are sent."""
 NUMPY = "\0numpy"
-"""Key of an encoded NumPy number or array: its dtype, shape and bytes."""
+"""Key of an encoded NumPy number or array; the value holds its dtype, shape and bytes."""
 
 
 def broadcast_parameters(
@@ -32,12 +32,12 @@ def broadcast_parameters(
     """Copy worker ``root_rank``'s values to all workers, in place.
 
     ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: the Grace whose
-    transport to use; default: the initialised one.
+    transport to use; None: the initialised transport.
 
     Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
     cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
-    changed. Raises TypeError for anything but named tensors. Other values (a module's extra state) are not copied, and
-    a warning names them.
+    changed. Raises TypeError if ``params`` has no names. Values that are not tensors (a module's extra state) are not
+    copied, and a warning names them.
     """
     named, extra = _tensors(params)
     transport = transport_of(grace, next(iter(named.values()), None))
@@ -107,7 +107,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 
 def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport:
-    """A Grace's transport, or the initialised one, for tensors like ``example`` (None: any)."""
+    """Return the transport of ``grace``, or the initialised one, bound to the device of ``example`` if unbound."""
     if grace is not None:
         check_grace(grace, "pass it as grace=grc")
     transport = get_transport() if grace is None else grace.transport
@@ -120,13 +120,13 @@ def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport
 def _usual_device(transport: Transport) -> torch.device:
     from grace.transports.torch_distributed import TorchDistributedTransport
 
-    # The device of messages for a worker without tensors: NCCL carries no CPU tensors.
+    # The device of messages without an example tensor: NCCL sends no CPU tensors.
     nccl = isinstance(transport, TorchDistributedTransport) and "cpu" not in torch.distributed.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 class _Place:
-    """Maps tensors from another worker's device to this worker's."""
+    """``map_location`` for `torch.load`: loads tensors of any accelerator to ``device``; CPU tensors stay there."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -138,7 +138,7 @@ class _Place:
 
 
 def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
-    # Tensors by name, sorted, and the names of other values.
+    # The tensors by sorted name, and the names of values that are not tensors.
     named: dict[str, Any] = {}
     for name, value in entries(params, "params", "pass model.state_dict() or model.named_parameters()"):
         if named.setdefault(name, value) is not value:
@@ -148,7 +148,7 @@ def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    # A writable view of a tensor's bits, and whether it is expanded.
+    # A writable integer view of a tensor's bits, each element once, and whether the tensor is expanded.
     if (kind := kind_of(tensor)) is not None:
         raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: broadcast plain tensors with values")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -171,7 +171,11 @@ def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _compare(transport: Transport, root: Any, about: Mapping[str, str], error: str, remedy: str) -> None:
-    """Compare all workers' calls. Raises ValueError on all of them, naming the worker and the difference."""
+    """Raise ValueError on all workers if their calls differ, or if one has an error, naming the worker and why.
+
+    ``about``: a description of each named part of the call; ``error``: this worker's own error, or empty;
+    ``remedy``: ends the message about a difference.
+    """
     if not hasattr(root, "__index__") or isinstance(root, bool):
         error = error or f"root_rank={root!r} is {type(root).__name__}, not an integer"
     elif not 0 <= root < transport.size:
@@ -211,7 +215,7 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """The value in a form that `torch.load` reads without running code. Raises TypeError, naming the place."""
+    """Encode a value so that `torch.load` reads it without running code. TypeError if impossible, naming ``path``."""
     if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
         return {NUMPY: [value.dtype.str, list(value.shape), value.tobytes().hex(), isinstance(value, np.ndarray)]}
     if isinstance(value, torch.Tensor):

@@ -13,9 +13,9 @@ from grace.engine.session import Grace
 class CheckpointState:
     """A Grace for torch.distributed.checkpoint: ``{"model": ..., "grace": CheckpointState(grc)}``.
 
-    That library stores a single copy of a tensor that has the same name on all workers, but residuals differ between
-    workers: here each worker's tensors have their own names. For a run with the same number of workers; to change that
-    number, use `grace.checkpoint`.
+    torch.distributed.checkpoint stores one copy of a tensor that has the same name on all workers, but residuals differ
+    between workers: here each worker's tensors have their own names. Loading needs the same number of workers; to
+    change that number, use `grace.checkpoint`.
     """
 
     def __init__(self, grace: Grace):

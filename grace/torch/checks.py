@@ -17,13 +17,13 @@ from grace.transports.launched import loaded_horovod
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """A context that creates ordinary tensors even in torch.inference_mode, whose tensors are read-only outside it."""
+    """Create ordinary tensors even inside torch.inference_mode, whose own tensors are read-only outside it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def check_grace(grace: Any, call: str) -> None:
-    """Raise TypeError unless it is a Grace. ``call``: the correct call, for the message."""
+    """Raise TypeError unless ``grace`` is a Grace. ``call``: the correct call, for the message."""
     if isinstance(grace, Grace):
         return
     if isinstance(grace, str | Mapping):
@@ -33,7 +33,7 @@ def check_grace(grace: Any, call: str) -> None:
 
 
 def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer, grace=grc)") -> None:
-    """Raise TypeError unless it is a PyTorch optimizer with its own step. ``call``: the correct call."""
+    """Raise TypeError unless ``optimizer`` is a PyTorch optimizer, not a wrapper. ``call``: the correct call."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, type):
         raise TypeError(f"{optimizer.__name__} is a class: make an optimizer of it first, then {call}")
@@ -53,8 +53,8 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
 def check_momentum(grace: Grace, optimizer: Any, stacklevel: int) -> None:
     """Warn if both the memory and the optimizer have momentum: SGD's ``momentum``, or Adam's first beta.
 
-    Raises ValueError if the method returns updates in place of gradients and the optimizer keeps momentum or moments of
-    matrices.
+    Raises ValueError if the method returns updates instead of gradients and the optimizer keeps momentum or moments
+    for matrices.
     """
     compressor, memory = grace.method.compressor, grace.method.memory
     if compressor.traits.update_direction:
@@ -99,7 +99,7 @@ def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-    """Raise TypeError or ValueError, with the name, for a parameter whose gradient cannot be averaged."""
+    """Raise TypeError or ValueError, naming the parameter, if a gradient cannot be averaged."""
     if named is not None and not named:
         raise ValueError(
             "named_parameters is empty: a generator can be used once, so call model.named_parameters() again"
@@ -137,7 +137,7 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
-    """The kind of a tensor whose values are not its elements in memory; None for an ordinary tensor."""
+    """Describe a tensor that is not a plain dense array of values; None for an ordinary tensor."""
     if _is_dtensor(tensor):
         return "a DTensor, of which this worker holds a shard"
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -178,7 +178,7 @@ def check_horovod(
     groups: Any = None,
     process_set: Any = None,
 ) -> None:
-    """Accept arguments of Horovod's DistributedOptimizer that match GRACE's behaviour; raise ValueError for others."""
+    """Raise ValueError if an argument of Horovod's DistributedOptimizer does not match GRACE's behaviour."""
     given = {
         "compression": (compression, _plain_compression(compression), _compression_remedy(compression)),
         "op": (op, _averages(op), "GRACE averages"),
@@ -230,7 +230,7 @@ def _same_workers(process_set: Any, grace: Grace) -> bool:
         return True
     transport = grace.transport
     held = getattr(transport, "_process_set", None)
-    if held is None or held.process_set_id == 0:  # the process set of all workers
+    if held is None or held.process_set_id == 0:  # the default: all workers
         return getattr(process_set, "process_set_id", None) == 0
     return getattr(process_set, "process_set_id", None) == held.process_set_id
 

@@ -22,11 +22,11 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     An exchange is provisional until an optimizer steps. If its means are discarded instead (a GAN's generator loss
     goes through the discriminator; a loss scaler skips the step), residuals are rolled back.
 
-    State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round overlaps the backward pass;
-    later rounds follow once the last bucket is ready, in the same order on all workers. In the first pass all buckets
-    wait for the last one: only then are all tensors known. DDP tells a hook no names: call `name_parameters` first to
-    save state under the model's names. Within the model's ``join``, means are over all workers;
-    ``divide_by_initial_world_size=False`` raises ValueError.
+    State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round of collectives overlaps the
+    backward pass; later rounds follow once the last bucket is ready, in the same order on all workers. In the first
+    pass all buckets wait for the last one, since only then are all tensors known. DDP passes a hook no parameter names:
+    call `name_parameters` first to save state under the model's names. Inside the model's ``join`` context, means are
+    over all workers; ``divide_by_initial_world_size=False`` raises ValueError.
     """
     check_grace(grace, "ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)")
     if grace.options.fuse != "tensor":
@@ -40,7 +40,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     book.check_divisor()
     grace.defer_commit = True
     if grace.provisional and not book.waiting:
-        book.applied()  # gradients that were accumulated on the means count together with them
+        book.applied()  # this pass accumulated onto the last means, so they count as applied
     grace.track_missing = True  # DDP drops the means of parameters that no worker uses: their state must stay unchanged
     parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
@@ -68,12 +68,12 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-# DDP compares a hook's annotations with types; in this module annotations are strings.
+# DDP checks that a hook's annotations are certain types, but in this module annotations are strings.
 ddp_hook.__annotations__.clear()
 
 
 def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
-    """Tell `ddp_hook` the names of a model's parameters. Call it before the first backward pass."""
+    """Give `ddp_hook` the names of a model's parameters. Call it before the first backward pass."""
     check_grace(grace, "grace.torch.name_parameters(grc, model)")
     model = getattr(model, "module", model)
     if not isinstance(model, torch.nn.Module):
@@ -89,29 +89,29 @@ def _models_of(parameters: list[torch.Tensor]) -> list[ref[torch.nn.Module]]:
 
 
 class _Arrived(NamedTuple):
-    """A DDP bucket that has arrived."""
+    """A DDP bucket that waits for its means; ``future`` gets the result. ``parameters`` are by name."""
 
     future: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
     parameters: dict[str, torch.Tensor]
     views: dict[str, torch.Tensor]
-    """The gradients in ``buffer``, or a dense copy of a sparse one."""
+    """By name, the gradients: views of ``buffer``, or a dense copy if it is sparse."""
 
 
 class _Book:
-    """`ddp_hook`'s data on one Grace."""
+    """`ddp_hook`'s state for one Grace."""
 
     def __init__(self) -> None:
         self.names: dict[torch.Tensor, str] = {}
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
-        self.launched = 0  # number of the waiting buckets that were launched
-        self.before = Sample()  # copies of parameters at the last exchange
+        self.launched = 0  # how many of the waiting buckets were launched
+        self.before = Sample()  # copies of some parameters, made at the last exchange
         self._seen: WeakSet[Any] = WeakSet()  # optimizers that were already checked
         self._models: list[ref[torch.nn.Module]] = []
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
-        """Claim new parameters. Raises ValueError if another integration drives them."""
+        """Claim new parameters. ValueError if another integration drives them, RuntimeError if the claim ended."""
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
         new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
@@ -132,7 +132,7 @@ class _Book:
         self._check_group(grace)
 
     def _check_group(self, grace: Grace) -> None:
-        # Means over other workers than the model's replicas would be silently wrong.
+        # Raise ValueError if the Grace averages over other workers than the model's replicas.
         models: list[Any] = [each() for each in self._models]
         for model in models:
             if model is None or not any(state is grace for _, state in model._comm_hooks):
@@ -145,7 +145,7 @@ class _Book:
                 )
 
     def check_divisor(self) -> None:
-        """Raise ValueError inside a ``join`` with a divisor that a hook cannot know."""
+        """Raise ValueError inside a ``join`` that divides by the number of remaining workers, unknown to a hook."""
         models = [model() for model in self._models]
         if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
             raise ValueError(
@@ -154,7 +154,7 @@ class _Book:
             )
 
     def _before_accumulation(self) -> None:
-        # Before a pass adds its first gradient, check whether unapplied means of an exchange are still there.
+        # Before a pass accumulates its first gradient: commit means applied by hand, roll back if all are zero.
         grace = None if self.claim is None else self.claim.grace
         if grace is None or not grace.provisional or self.waiting:
             return
@@ -164,21 +164,21 @@ class _Book:
             grace.rollback()
 
     def applied(self) -> None:
-        """Commit the last exchange: its means were applied."""
+        """Commit the last exchange, whose means were applied."""
         grace = None if self.claim is None else self.claim.grace
         if grace is not None and grace.provisional:
             grace.commit()
             grace.tune()
 
     def before_another(self, optimizer: Any) -> None:
-        """An optimizer is about to step these parameters."""
+        """Called before an optimizer steps these parameters: check its momentum once."""
         grace = None if self.claim is None else self.claim.grace
         if grace is not None and optimizer not in self._seen:
             self._seen.add(optimizer)
             check_momentum(grace, optimizer, stacklevel=4)
 
     def after_another(self, optimizer: Any) -> None:
-        """Called after another optimizer has stepped these parameters."""
+        """Called after an optimizer has stepped these parameters."""
         self.applied()
 
     def name(self, p: torch.Tensor) -> str:

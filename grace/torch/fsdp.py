@@ -27,40 +27,43 @@ def fsdp(
     parameters: Mapping[str, Any] | Compressor | None = None,
     compress_no_grad: bool = False,
 ) -> nn.Module:
-    """Compress FSDP's messages for a model under `fully_shard`: gradients, and parameters. Returns the model.
+    """Compress the gradients, the parameters or both that FSDP sends for a `fully_shard` model. Returns the model.
 
-    ``grace``: for the reduce-scatter among the workers that share the parameters; it needs communicator "reducescatter"
-    and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one tensor, and
-    each worker's row is compressed separately. Error feedback takes 4 bytes per unsharded element.
+    ``grace``: for the reduce-scatter among the workers that shard the parameters; it needs communicator "reducescatter"
+    and the transport of these workers. The parameters of one `fully_shard` call, which FSDP reduces together, form one
+    tensor [workers, elements of a shard], whose rows are compressed separately. Error feedback takes 4 bytes per
+    unsharded element.
     ``replicas``: for hybrid sharding, averages each shard over its copies: shard over a mesh of one dimension, and
-    use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compression
-    pays here first: links are fast within machines and slow between them.
+    use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compress
+    here first: links are fast within machines and slow between them.
 
-    ``parameters``: for the all-gather before forward and backward passes; a compressor, or its keys, such as
-    ``{"compressor": "blockint", "bits": 8, "block_size": 1024}``. Needs one of the above; ``{"compressor": "none",
-    "communicator": "reducescatter"}`` leaves gradients exact. It suits stateless methods whose payload has a fixed
-    length and that keep values to within 20 %. Every worker computes with the decoded values, its own shard's too;
-    shards themselves stay exact, in the optimizer and in checkpoints, so errors do not add up. Vectors are not
-    compressed, nor are blocks shared by parameters. Nor are gathers of other dtypes than float32, float16 and
-    bfloat16, or those among fewer workers after ``reshard_after_forward=int``. Random rounding draws the same numbers
-    in the forward and backward passes of a step. `Report.parameters` has the bytes.
-    ``compress_no_grad``: compress them also in forward passes under `torch.no_grad`, which by default see exact values.
+    ``parameters``: for the all-gather before forward and backward passes: a compressor, or a dictionary such as
+    ``{"compressor": "blockint", "bits": 8, "block_size": 1024}``. Needs ``grace`` or ``replicas``; a Grace of
+    ``{"compressor": "none", "communicator": "reducescatter"}`` leaves gradients exact. The compressor must be
+    stateless, have payloads of fixed length and lose at most 20 % of the norm of normally distributed values. Every
+    worker computes with the decoded values, also of its own shard; the optimizer and checkpoints keep exact shards, so
+    errors do not add up. Each parameter is compressed separately; vectors are sent exactly. Gathers are exact for
+    dtypes other than float32, float16 and bfloat16, and among the fewer workers of ``reshard_after_forward=int``.
+    Random rounding draws the same numbers in the forward and backward passes of a step. `Report.parameters` counts the
+    bytes.
+    ``compress_no_grad``: compress parameters in forward passes under `torch.no_grad`, too, which by default use exact
+    values.
     Markov, Vladu, Guo and Alistarh, "Quantized Distributed Training of Large Models with Convergence Guarantees", ICML
     2023, arXiv:2302.02390.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
-    Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``, once
-    they are on their device. Raises TypeError for a model without FSDP2 modules, ValueError for an unsuitable Grace or
-    compressor, and for different ``parameters`` on different workers; in the first forward pass RuntimeError if FSDP
-    does not gather through GRACE.
+    Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``,
+    after moving the model to its device. Raises TypeError for a model without FSDP2 modules, ValueError for an
+    unsuitable Grace or compressor, and for different ``parameters`` on different workers; in the first forward pass
+    RuntimeError if FSDP does not gather through GRACE.
 
     Parameters may be unused in a step, on some or all workers: a missing gradient counts as zeros. If no worker has
-    one, there is none, except with error feedback, where the residual of earlier steps may arrive. The workers compare
-    which parameters took part at the end of each backward pass, at 4 bytes per parameter, which the report does not
-    count.
-    Parameters unfrozen later form another tensor, with a "+" in its name; before loading a checkpoint that has one,
-    unfreeze them and run one backward pass. Raises RuntimeError, on all workers, if only some used a parameter and
-    gradients are reduced in float16.
+    one, ``p.grad`` stays as it is, except with error feedback, where it may receive residuals of earlier steps. At the
+    end of each backward pass the workers compare which parameters they used; this takes 4 bytes per parameter, which
+    the report does not count.
+    Parameters unfrozen later form another tensor, with a "+" in its name; before loading a checkpoint that has such a
+    tensor, unfreeze them and run one backward pass. Raises RuntimeError, on all workers, if only some workers used a
+    parameter and gradients are reduced in float16.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.fsdp(model, grace=grc)")
@@ -134,8 +137,8 @@ def _gathers(
 
 
 def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    # The parameters that FSDP reduces with this module, in its order, with their locations; excludes those of nested
-    # modules that are sharded separately. Children come first.
+    # (owner module, attribute name, parameter) of the parameters that FSDP reduces with this module, in FSDP's order
+    # (children first), without those of nested modules that are sharded separately.
     found: set[Any] = set()
     visited: set[nn.Module] = set()
 
@@ -153,7 +156,7 @@ def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def _row(p: Any) -> int:
-    # Number of elements per worker: the padded shard.
+    # Number of elements of one worker's padded shard of a parameter.
     if len(p.placements) != 1:
         raise TypeError(
             f"a parameter of shape {list(p.shape)} is placed as {p.placements}: shard over a mesh of one dimension, "
@@ -167,7 +170,7 @@ def _row(p: Any) -> int:
 
 
 class _Step:
-    """A backward pass, which ends the step of each Grace."""
+    """The current backward pass over all groups; its end is also the end of each Grace's step."""
 
     def __init__(self, graces: list[Grace]):
         self.graces = graces
@@ -196,7 +199,7 @@ class _Step:
         feedback = any(grace.method.memory.feedback for grace in self.graces)
         at = 0
         for group in groups:
-            if group.late or group.summed:  # otherwise do not wait for a device
+            if group.late or group.summed:  # else skip, as reading counts waits for the device
                 group.settle(counts[at : at + len(group.laid)].tolist(), feedback, self.graces[-1].world_size)
             at += len(group.laid)
         for grace in self.graces:
@@ -204,7 +207,7 @@ class _Step:
 
 
 class _Group:
-    """The parameters that one `fully_shard` call reduces together, as one Grace tensor or several."""
+    """The parameters of one `fully_shard` call, which FSDP reduces together: one Grace tensor or several."""
 
     def __init__(self, name: str, managed: list[tuple[nn.Module, str, Any]], step: _Step):
         self.name, self._managed, self._step = name, managed, step
@@ -213,19 +216,19 @@ class _Group:
         self.sizes = [_row(p) if p.requires_grad else 0 for _, _, p in managed]
         self.tensors: dict[str, list[int]] = {}
         """For each Grace tensor, the indices of its parameters in the group."""
-        self.used: set[int] = set()  # parameters with a gradient since the last reduction
-        self.present: list[int] = []  # parameters whose gradients are being reduced
-        self.late: dict[int, torch.Tensor] = {}  # this worker's part of the mean for other parameters
-        self.summed = False
+        self.used: set[int] = set()  # indices of parameters with a gradient since the last reduction
+        self.present: list[int] = []  # indices of parameters whose gradients are being reduced
+        self.late: dict[int, torch.Tensor] = {}  # this worker's shards of means, by index not in `present`
+        self.summed = False  # whether FSDP reduces scaled sums, as for float16
         self._watched: dict[int, Any] = {}
 
     @property
     def laid(self) -> list[int]:
-        """All parameters in Grace tensors."""
+        """Indices of all parameters in Grace tensors."""
         return [i for places in self.tensors.values() for i in places]
 
     def extend(self) -> None:
-        """Lay out parameters that are newly trained."""
+        """Build a Grace tensor for parameters that have begun to require gradients."""
         known = set(self.laid)
         new = [i for i, (_, _, p) in enumerate(self._managed) if p.requires_grad and i not in known]
         if not new:
@@ -240,7 +243,7 @@ class _Group:
             grace.build({name: self.example.expand(*size, row)})  # only shapes count
 
     def watch(self, module: nn.Module, inputs: Any) -> None:
-        """Before each forward pass, while parameters are unsharded: record which will get gradients."""
+        """Before each forward pass: hook the unsharded parameters, to record in `used` which get gradients."""
         for i, (owner, name, _) in enumerate(self._managed):
             p = getattr(owner, name)
             if p.requires_grad and self._watched.get(i) is not p and not isinstance(p, DTensor):
@@ -248,7 +251,7 @@ class _Group:
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
 
     def reduce(self, grace: Grace, x: torch.Tensor) -> torch.Tensor:
-        """[..., k] concatenated gradients of the parameters that have one -> [k] their means."""
+        """Concatenated gradients [..., k] of the parameters that have one -> means [k], for this worker's shards."""
         self._step.joined(self)
         self.extend()
         self.present = self._present(x.shape[-1])
@@ -269,7 +272,7 @@ class _Group:
         return torch.cat([means[i] for i in self.present])
 
     def _missing(self, i: int, lead: Any, x: torch.Tensor) -> torch.Tensor:
-        if i in self.late and not lead:  # the shard group's mean, still to be averaged over copies
+        if i in self.late and not lead:  # the mean over the shard group, still to be averaged over the copies
             return self.late[i].to(x.dtype)
         return x.new_zeros((*lead, self.sizes[i]))
 
@@ -280,7 +283,7 @@ class _Group:
         return {name: mean for name, mean in found.items() if mean is not None}
 
     def _present(self, n: int) -> list[int]:
-        # FSDP passes the gradients of all parameters that have one, or of all trained ones.
+        # Indices of the parameters that FSDP passes: those with a gradient or all trained ones, as n tells.
         for places in (sorted(self.laid), sorted(self.used), [i for i in sorted(self.laid) if self._trained(i)]):
             if sum(self.sizes[i] for i in places) == n:
                 return places
@@ -293,7 +296,11 @@ class _Group:
         return bool(self._managed[i][2].requires_grad)
 
     def settle(self, counts: list[float], feedback: bool, size: int) -> None:
-        """Set the gradients of parameters that only other workers used. ``counts``: numbers of workers."""
+        """Set the gradients of parameters that only other workers used.
+
+        ``counts``: for each parameter in `laid`, how many of ``size`` workers used it; with ``grace`` and ``replicas``,
+        of ``size`` groups of workers.
+        """
         count = dict(zip(self.laid, counts, strict=True))
         late, self.late = self.late, {}
         if self.summed and any(0 < each < size for each in count.values()):

@@ -1,4 +1,4 @@
-"""Helpers of the optimizer and the DDP hook: names of parameters, and sparse gradients."""
+"""Helpers for the optimizer and the DDP hook: names of parameters, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grace.engine.session import SPARSE, Grace
 
 
 def dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
-    """A gradient, made dense if it is sparse, with a note in the report."""
+    """Return the gradient as a dense tensor; note in the report that it was sparse."""
     if not grad.is_sparse:
         return grad
     grace.note(name, SPARSE)

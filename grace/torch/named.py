@@ -13,8 +13,8 @@ from grace.torch.gradients import plain
 class NamedParameters:
     """The parameters of an optimizer, whose groups may change later and whose parameters may be unfrozen.
 
-    ``named``: as ``model.named_parameters()``; without it, parameters are numbered in the optimizer's order. ValueError
-    if a trained parameter has no name, or if two have the same.
+    ``named``: as ``model.named_parameters()``; without it, parameters are numbered in the optimizer's order. Raises
+    ValueError if a trained parameter has no name, or if two have the same.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None):
@@ -42,12 +42,12 @@ class NamedParameters:
         return self._names.get(p, "")
 
     def learning_rate(self, name: str) -> Any:
-        """The learning rate of a built parameter."""
+        """The learning rate of a parameter in `built`."""
         p, groups = self.built[name], self._optimizer.param_groups
         return next(group["lr"] for group in groups if any(p is q for q in group["params"]))
 
     def unbuilt(self) -> dict[str, torch.Tensor]:
-        """Trained parameters that are not built yet, by name, in the order of ``named``."""
+        """Trained parameters not yet in `built`, by name, in the order of ``named``."""
         new = [p for p in self.trained() if self._names.get(p) not in self.built]
         for p in new:
             self._names.setdefault(p, f"parameter{len(self._names)}")

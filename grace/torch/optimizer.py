@@ -79,7 +79,7 @@ def DistributedOptimizer(
     with ordinary():
         driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
     optimizer._grace = driver
-    # Horovod's names, for scripts that call them. Means are already in place, so there is nothing to skip.
+    # Methods under Horovod's names. skip_synchronize does nothing: a step does not exchange means again.
     optimizer.synchronize = driver.synchronize
     optimizer.skip_synchronize = _nothing_to_skip
     optimizer.no_sync = grace.no_sync
@@ -108,8 +108,8 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters.
 
-    A pass ends with an exchange, which is provisional until the optimizer's step commits it. The exchange is rolled
-    back if its means are gone when the next pass begins.
+    The last backward pass before a step ends with an exchange, which is provisional until the optimizer's step commits
+    it. The exchange is rolled back if its means are gone when the next pass begins.
     """
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
@@ -122,7 +122,7 @@ class _Driver:
         self._local: set[torch.Tensor] = set()  # parameters with gradients from passes inside no_sync
         self._looked = NONE  # the graph task for which `_intact` was computed
         self._intact: set[str] = set()  # names of the last exchange's means to which the current pass would add
-        self._skipped = 0
+        self._skipped = 0  # the report's number of non-finite means before the last exchange
         self._warned = False
         self._parameters = NamedParameters(optimizer, named)
         self._means = Means(self._parameters.built)
@@ -150,7 +150,7 @@ class _Driver:
 
     # -- parameters -------------------------------------------------------------------------------------------------
     def _adopt(self) -> None:
-        # Adopt new parameters: all at first, later those of added groups or unfrozen ones.
+        # Hook and build new parameters: at first all, later those of added groups and those unfrozen.
         if added := [p for p in self._parameters.all() if p not in self._hooked]:
             for p in added:
                 check_parameter(self._parameters.name(p) or "an added parameter", p)
@@ -164,7 +164,7 @@ class _Driver:
             self._parameters.built.update(unbuilt)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call the optimizer's own method, then build the new parameters, on all workers together."""
+        """Call the optimizer's own method, then build the new parameters. Every worker must make this call."""
         self._add_param_group(param_group)
         self._adopt()
 
@@ -190,8 +190,8 @@ class _Driver:
 
     # -- a backward pass --------------------------------------------------------------------------------------------
     def _before_accumulation(self) -> None:
-        # Before a pass adds its first gradient, check whether unapplied means of an exchange are still there.
-        # This also runs in torch.autograd.grad, which adds nothing.
+        # Before a pass accumulates its first gradient: commit means that were applied by hand, and roll back means that
+        # were removed, replaced or zeroed. This also runs in torch.autograd.grad, which accumulates nothing.
         task = running()
         if task == self._looked or not self.grace.provisional or self._pass.has(task):
             return
@@ -260,7 +260,7 @@ class _Driver:
         self.grace.abort(reason)
 
     def _discard(self, names: Iterable[str] | None = None) -> None:
-        # Discard the means, all or some, that no step applied. An update by hand counts as a step.
+        # Roll back means that no step applied: of the named parameters, or all. An update by hand counts as a step.
         if self._means.stepped:
             return self._applied()
         names = list(self._means if names is None else names)
@@ -292,7 +292,7 @@ class _Driver:
             self._accumulated.record(self._arrived)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's own method, after discarding means that no step applied."""
+        """Discard means that no step applied, then call the optimizer's own method."""
         if not self._claim.released:
             if self._pass.failed:
                 self._give_up_failed_pass()
@@ -307,7 +307,7 @@ class _Driver:
         return self._zero_grad(*args, **kwargs)
 
     def _refuse_changed_partial(self) -> None:
-        # Accumulated gradients that were clipped or unscaled before their exchange differ between workers.
+        # Abort if a worker changed its accumulated gradients (clipped, unscaled) before their exchange.
         if self._accumulated.changed:
             self._give_up(
                 "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
@@ -407,7 +407,7 @@ class _Driver:
 
 
 def _mean_loss(loss: Any, device: torch.device, transport: Transport) -> Any:
-    # The mean over all workers of a loss, a tensor or a number.
+    # Average a loss, a tensor or a number, over all workers.
     if isinstance(loss, torch.Tensor):
         value = loss.detach()
     else:

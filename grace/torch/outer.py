@@ -1,4 +1,4 @@
-"""Local training: counts the steps of an optimizer and averages pseudo-gradients."""
+"""Local training: averages pseudo-gradients every H steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def local(
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     hook: bool = True,
 ) -> torch.optim.Optimizer:
-    """Count the steps of an optimizer in local training. Returns the optimizer that was passed in.
+    """Let each step of an optimizer count as a step of local training. Returns the same optimizer.
 
     Gradients stay local. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
     numbered in the optimizer's order. ``named_buffers``: as ``model.named_buffers()``; floats among them (BatchNorm's
-    moving means) are averaged once in H steps. ``hook``: False: call ``local.settle()`` before the first batch and
-    ``local.step()`` after each one yourself, as where a GradScaler skips the optimizer's step on some workers only.
+    moving means) are averaged once in H steps. ``hook``: if False, call ``local.settle()`` before the first batch and
+    ``local.step()`` after each batch yourself, as needed if a GradScaler skips the optimizer's step on some workers.
 
     Every worker must make this call. Parameters must be equal on all workers before the first step; they may be
     broadcast after this call. Raises TypeError and ValueError for unsupported arguments and parameters, as

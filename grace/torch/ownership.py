@@ -16,14 +16,14 @@ OPTIMIZER, HOOK = "DistributedOptimizer", "ddp_hook"
 
 
 class Claim:
-    """An integration's hold on parameters, until it is released."""
+    """The record that one integration drives certain parameters and a Grace, until it is released."""
 
     def __init__(self, grace: Grace, kind: str, driver: Any):
         self.kind = kind
         self.released = ""
-        """Why it was released; empty while it is valid."""
+        """Why the claim was released; empty while it is valid."""
         self.hooks: list[Any] = []
-        """Handles of hooks; removed with the claim."""
+        """Handles of the hooks that `release` removes."""
         self._grace, self._driver = weakref.ref(grace), weakref.ref(driver)
 
     @property
@@ -33,12 +33,12 @@ class Claim:
 
     @property
     def grace(self) -> Grace | None:
-        """The Grace that it drives."""
+        """The Grace that the integration drives; None once it was garbage-collected."""
         return self._grace()
 
     def hook(self, p: torch.Tensor, before: Callable[[], None], after: Callable[[torch.Tensor], None]) -> None:
-        """Call ``before`` and ``after`` when autograd accumulates a parameter's gradient, even if it is frozen now."""
-        # Hooks lie outside the reach of the garbage collector: a strong reference to the methods' owner would leak.
+        """Call ``before`` and ``after`` whenever autograd accumulates the gradient of p, which may be frozen now."""
+        # The garbage collector does not see hooks: with strong references, the methods' owner would never be freed.
         weak_before, weak_after = weakref.WeakMethod(before), weakref.WeakMethod(after)
 
         def on_incoming(gradient: torch.Tensor) -> None:
@@ -50,13 +50,13 @@ class Claim:
                 method(p)
 
         frozen = not p.requires_grad
-        p.requires_grad_()  # a frozen parameter accepts no hooks, but keeps existing ones
+        p.requires_grad_()  # a frozen parameter accepts no new hooks, but keeps existing ones
         self.hooks += [p.register_hook(on_incoming), p.register_post_accumulate_grad_hook(on_accumulated)]
         if frozen:
             p.requires_grad_(False)
 
     def release(self, why: str) -> None:
-        """Remove the hooks. ``why``: for the error if the integration is used again."""
+        """Release the claim and remove its hooks. ``why``: for the error if the integration is used again."""
         self.released = why
         for hook in self.hooks:
             hook.remove()
@@ -74,9 +74,9 @@ def claimed(p: torch.Tensor) -> Claim | None:
 
 
 def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: Any) -> Claim:
-    """Claim parameters and a Grace. Releases an earlier DistributedOptimizer of the same parameters.
+    """Claim parameters and a Grace. Releases earlier claims of the same kind on these parameters.
 
-    Raises ValueError if the other kind of integration drives the parameters, or if the Grace drives others.
+    Raises ValueError if the other kind of integration drives the parameters, or if the Grace drives other parameters.
     """
     parameters = list(parameters)
     earlier = {claim for claim in map(claimed, parameters) if claim is not None}
@@ -111,7 +111,7 @@ def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _watch_optimizers() -> None:
-    # One pair of hooks for all optimizers of the process: other optimizers may step the same parameters.
+    # Register one pair of hooks for all optimizers of the process, as undistributed ones may step claimed parameters.
     if _watching:
         return
 

@@ -24,14 +24,14 @@ from grace.engine.session import Grace
 from grace.transports.torch_distributed import ALL_GATHER, TorchDistributedTransport
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-"""Dtypes of compressed gathers."""
+"""Dtypes whose gathers are compressed, with their names in a `Context`."""
 LARGEST_ERROR = 0.2
-"""Largest accepted |x - x̂| / |x| of normal values. blockint of 4 bits has 0.14, of 2 bits 0.82."""
+"""Largest accepted |x - x̂| / |x| for normally distributed x. blockint has 0.14 with 4 bits, 0.82 with 2 bits."""
 USE = "use {'compressor': 'blockint', 'bits': 8, 'block_size': 1024}"
 
 
 def parameter_compressor(given: Any) -> Compressor:
-    """The compressor of `fsdp`'s argument ``parameters``. TypeError for other types, ValueError if unsuitable."""
+    """The compressor for `fsdp`'s argument ``parameters``. TypeError for other types, ValueError if unsuitable."""
     if isinstance(given, Compressor):
         compressor = given
     elif isinstance(given, Mapping):
@@ -86,20 +86,20 @@ class Mode:
 class ParameterGather:
     """FSDP's all-gather (`torch.distributed.fsdp.FSDPModule.set_custom_all_gather`) of one module's parameters.
 
-    Each worker sends its shards compressed, parameter by parameter, and decodes those of all workers, its own included:
-    so all compute with the same bits. Vectors (biases, norms) are sent as they are.
+    Each worker compresses its shard of each parameter separately, and decodes the shards of all workers, its own
+    included, so that all workers compute with the same values. Vectors (biases, norms) are sent as they are.
     """
 
     def __init__(
         self, name: str, module: nn.Module, parameters: list[tuple[Any, int]], compressor: Compressor, grace: Grace
     ):
-        """``parameters``: those that FSDP gathers together, in its order, each with its padded shard's elements."""
+        """``parameters``: pairs of a parameter and its padded shard's number of elements, in FSDP's order."""
         self._name, self._compressor, self._grace = name, compressor, grace
         self._method = FastMethod(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()
         self._transports: dict[Any, TorchDistributedTransport] = {}
         self.mode: Mode | None = None
-        """Gathers are exact in passes without gradients; None: they never are."""
+        """If set, gathers are exact in forward passes without gradients; None: they are compressed there, too."""
         self._gathers, self._sent, self._plain = 0, 0, 0
         self._exact: dict[str, int] = {}
         try:
@@ -146,11 +146,11 @@ class ParameterGather:
         return None
 
     def _as_it_is(self, x: torch.Tensor, group: Any) -> str:
-        # The reason to gather without compression; empty: compress.
+        # The reason to gather without compression; empty to compress.
         if x.dtype not in DTYPES:
             return f"{str(x.dtype).removeprefix('torch.')} gathers"
         if dist.get_world_size(group) != self._workers:
-            # a gather of values that the forward pass decoded
+            # gathers values that the forward pass has already decoded
             return "gathers within a machine (reshard_after_forward=int)"
         backward = torch._C._current_graph_task_id() != -1
         if self.mode is not None and not self.mode.gradients and not backward:
@@ -176,7 +176,7 @@ class ParameterGather:
                     row[place].copy_(found[worker][0])
 
     def _parts(self, xp: Any, wire: str, size: int) -> Iterator[tuple[slice, bool, Callable[..., Context]]]:
-        # Each parameter's place in a shard, whether to compress it, and its context by worker.
+        # For each parameter: its slice of a shard, whether to compress it, and a function from a rank to its Context.
         ends = accumulate((row for _, row in self._parameters), initial=0)
         for i, ((p, row), (a, b)) in enumerate(zip(self._parameters, pairwise(ends), strict=True)):
             if row:
@@ -189,6 +189,7 @@ class ParameterGather:
     def _payload(self, x: torch.Tensor, compressed: bool, ctx: Context) -> Payload:
         if not compressed:
             return (x,)
+        # x is a part of FSDP's output.
         values = x if x.dtype == torch.float32 else x.float()  # donated: decoding overwrites x
         program: Any = self._method.encode(values, {}, ctx)
         payload: Payload = run_local(program, self._compressor)[0]
@@ -202,7 +203,7 @@ class ParameterGather:
             out.copy_(mean.array())
 
     def report(self) -> TensorReport:
-        """Bytes of all gathers so far: those sent, and those that FSDP itself would have sent."""
+        """Bytes of all gathers so far: sent by GRACE, and what FSDP itself would have sent."""
         reason = ", ".join(f"{count} of {self._gathers} exact: {why}" for why, count in self._exact.items())
         row = sum(row for _, row in self._parameters)
         return TensorReport(

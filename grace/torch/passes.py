@@ -19,7 +19,7 @@ def running() -> int:
 class BackwardPass:
     """A backward pass, and the inner pass that a reentrant checkpoint runs inside it.
 
-    The outer pass continues after the end of the inner one, and may produce no parameter gradient whose hook would run.
+    After the end of the inner pass, the outer one continues, perhaps without a parameter gradient whose hook would run.
     """
 
     def __init__(self) -> None:

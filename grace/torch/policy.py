@@ -1,4 +1,4 @@
-"""PolicyScheduler: tells a policy about the end of an epoch."""
+"""PolicyScheduler: reports the end of each epoch to a policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.policies import Decision
 
 
 class PolicyScheduler:
-    """Tell a Grace's policy that an epoch is over: ``step()`` once per epoch, after the learning rate's scheduler.
+    """Report the end of each epoch to a Grace's policy: call ``step()`` after the learning rate's scheduler.
 
     ``optimizer``: supplies the learning rates. ``grace``: by default that of a distributed optimizer.
     ``scale_lr``: multiply the learning rates when a policy enlarges the batches. In that case pass the learning rate's
@@ -52,7 +52,7 @@ class PolicyScheduler:
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates read last; the policy's own state is in the Grace's."""
+        """The learning rates read last; the policy's own state is in the Grace's ``state_dict``."""
         return {"rates": list(self._rates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

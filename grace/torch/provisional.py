@@ -15,7 +15,7 @@ SAMPLED = 4
 
 
 class Put(NamedTuple):
-    """A recorded gradient, to find out whether ``p.grad`` is still the same tensor."""
+    """The record of a gradient, to find out later whether ``p.grad`` is still the same tensor."""
 
     gradient: ref[torch.Tensor]
     version: int
@@ -42,21 +42,21 @@ class Put(NamedTuple):
 
 
 class Sample:
-    """Copies of the smallest of given tensors, to detect any write to them, even one that bypasses autograd."""
+    """Copies of the smallest of some tensors, to detect any write to these, even one that bypasses autograd."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._read: Callable[[torch.Tensor], Any] = lambda p: p
 
     def take(self, parameters: Iterable[torch.Tensor], read: Callable[[torch.Tensor], Any]) -> None:
-        """Copy ``read(p)`` of the smallest ones."""
+        """Copy ``read(p)``, such as a gradient, of the smallest parameters."""
         self._read = read
         dense = [p for p in parameters if read(p) is not None and not read(p).is_sparse]
         self._copies = [(p, read(p).detach().clone()) for p in sorted(dense, key=torch.Tensor.numel)[:SAMPLED]]
 
     @property
     def changed(self) -> bool:
-        """Whether any copied tensor has different bits now; removed ones are ignored."""
+        """Whether any copied tensor has different bits now; gradients removed since are ignored."""
         pairs = [(self._read(p), copy) for p, copy in self._copies]
         return any(now is not None and not torch.equal(_bits(now), _bits(copy)) for now, copy in pairs)
 
@@ -66,7 +66,7 @@ class Accumulation:
 
     def __init__(self) -> None:
         self.passes = 0
-        """Number of passes since the last exchange."""
+        """Number of backward passes since the last exchange."""
         self._gradients: dict[torch.Tensor, Put] = {}
         self._sample = Sample()
 
@@ -94,7 +94,7 @@ class Accumulation:
 
 
 class Means:
-    """The means of the last exchange that were put into the gradients of parameters and not dropped since.
+    """The means of the last exchange that were put into ``p.grad`` and not dropped since.
 
     ``parameters``: all parameters by name.
     """
@@ -108,13 +108,13 @@ class Means:
         return iter(self._put)
 
     def put(self, means: Mapping[str, torch.Tensor | None], owned: Collection[torch.Tensor]) -> None:
-        """Put means into gradients. ``owned``: parameters whose gradients may be overwritten."""
+        """Put means into ``p.grad``. ``owned``: parameters whose gradients may be overwritten; others get new ones."""
         for name, mean in means.items():
             p = self._parameters[name]
             if mean is None:
                 continue
             if p.grad is None or p.grad.is_sparse or p not in owned:
-                p.grad = mean.clone()  # a copy: the mean is a view of a whole message
+                p.grad = mean.clone()  # a copy, as the mean is a view that would keep a whole message in memory
             elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
                     p.grad.copy_(mean)
@@ -146,7 +146,7 @@ class Means:
                 self._put[name] = Put.of(gradient)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget these means."""
+        """Forget the means of the named parameters."""
         for name in names:
             self._put.pop(name, None)
 

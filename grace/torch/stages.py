@@ -32,7 +32,7 @@ NEEDED = (
 
 
 def check_torch(stage: type = TorchStage) -> None:
-    """RuntimeError if torch's stage lacks a method that compression overrides."""
+    """Raise RuntimeError if torch's stage lacks a method that compression overrides."""
     if lost := [name for name in NEEDED if not callable(getattr(stage, name, None))]:
         raise RuntimeError(
             f"the PipelineStage of torch {torch.__version__} has no {', '.join(lost)}, which compression needs; torch "
@@ -45,22 +45,22 @@ _STAGES: list[weakref.ref[PipelineStage]] = []
 
 
 class PipelineStage(TorchStage):
-    """torch.distributed.pipelining.PipelineStage whose activations and gradients cross edges compressed.
+    """torch.distributed.pipelining.PipelineStage that sends activations and gradients compressed.
 
     ``submodule``, ``stage_index``, ``num_stages``, ``device``, and other keywords such as ``group`` and ``input_args``:
     as for torch's stage. Use it with torch's schedules. All stages of a pipeline must be of this class, with the same
     settings. ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no
     compression; the default is `blockint` with 8 bits. Each example, a row of a micro-batch, is compressed by itself.
-    Tensors of integers, and those between stages of one rank, are not compressed.
+    Integer tensors are not compressed, nor are tensors between stages on the same rank.
     ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``, ``storage``, ``stored``, ``seed``,
     ``debug``: as for `grace.stages.directions`; ``storage`` gets a folder for each rank. ``compress_in_eval``:
     `schedule.eval` compresses activations too, without feedback.
 
-    With "aq", set ``sample_ids`` on every rank before each ``schedule.step``: the IDs of the whole local batch, in its
-    order, each once.
+    With "aq", set ``sample_ids`` on every rank before each ``schedule.step``: the IDs of the whole local batch, in the
+    order of its examples, without repeats.
 
-    Raises ValueError for settings that do not go together, or differ between stages (on all ranks, in the first step);
-    RuntimeError for a version of torch whose stage has other methods; TypeError for DTensors.
+    Raises ValueError for settings that conflict, or differ between stages (on all ranks, in the first step);
+    RuntimeError for a version of torch whose stage lacks a method that this class overrides; TypeError for DTensors.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PipelineStage(TorchStage):
         self._how = (ahead, back)
         self._xp = get_backend("torch", str(torch.device(device)))
         self._ends: dict[tuple[str, bool], End] = {}
-        # One mask serves the activation and its gradient at the same end of an edge.
+        # The activation and its gradient share one mask on the same side of an edge.
         before: dict[str, Any] | None = {} if same_mask else None
         after: dict[str, Any] | None = {} if same_mask else None
         if stage_index > 0:
@@ -129,7 +129,7 @@ class PipelineStage(TorchStage):
         return Report(tuple(end.report() for end in self._ends.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Buffers of both ends; save it for each stage, between steps, next to the module's state."""
+        """Buffers of all ends of this stage; save them for each stage, between steps, next to the module's state."""
         return {self._key(*key): to_tensors(end.state_dict()) for key, end in self._ends.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class PipelineStage(TorchStage):
             self._check_ids()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Torch's method, for compressed activations."""
+        """Torch's method, but the operations send compressed activations."""
         if any(isinstance(out, DTensor) for out in self.fwd_cache[fwd_chunk_id][0]):
             raise TypeError(
                 f"stage {self.stage_index} returns a DTensor, but compression is of plain tensors: return .to_local() "
@@ -168,7 +168,7 @@ class PipelineStage(TorchStage):
         return self._sends("forward", super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Torch's method, for compressed gradients."""
+        """Torch's method, but the operations send compressed gradients."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if ops and self._how[1].masked and len(ops) != len(self.args_recv_info[bwd_chunk_id]):
             raise ValueError(
@@ -178,11 +178,11 @@ class PipelineStage(TorchStage):
         return self._sends("backward", ops, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Torch's method, with buffers of messages."""
+        """Torch's method, but the operations receive compressed messages."""
         return self._receives("forward", super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Torch's method, with buffers of messages."""
+        """Torch's method, but the operations receive compressed messages."""
         return self._receives("backward", super().get_bwd_recv_ops(bwd_chunk_id), bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -206,7 +206,7 @@ class PipelineStage(TorchStage):
             x = op.tensor
             if self._compresses(end.how, x):
                 message, _ = end.send(x.detach(), number, chunk, self._ids_of(end, chunk), self.has_backward)
-                # keep it until the next step: a schedule drops its operations before they end
+                # keep the message until the next step: a schedule drops send operations before they complete
                 self._owned.append(message)
                 op.tensor = message
             else:
@@ -232,7 +232,7 @@ class PipelineStage(TorchStage):
 
     @torch.no_grad()
     def _decode(self, direction: str, infos: Any, chunk: int) -> None:
-        # Decode into the buffers that torch made. Between stages of one rank no message arrives.
+        # Decode into the buffers that torch allocated. Between stages on the same rank no message arrives.
         arrived = self._arriving[direction].pop(chunk, [])
         if not arrived:
             return
@@ -286,7 +286,7 @@ class PipelineStage(TorchStage):
 
 
 def _agree(group: Any) -> None:
-    """Compare the settings of all new stages of a group. A collective: all ranks come to the same result."""
+    """Compare the settings of all new stages of a group over its ranks, which all get the same result."""
     new = [stage for reference in _STAGES if (stage := reference()) is not None and stage.group is group]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, [(s.stage_index, s.num_stages, s._settings) for s in new], group)

@@ -1,4 +1,4 @@
-"""Runs the real horovodrun and torchrun across the hosts of a lab, with every rank's output, and without hanging."""
+"""Runs the real horovodrun and torchrun across the hosts of a lab; keeps every rank's output, and kills hung runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from grace.bench.lab.network import Lab, LabError, Loopback
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[3]  # parent of the imported `grace`
-GRACE_PERIOD = 20.0  # seconds for the other ranks to end after the first one
+ROOT = Path(__file__).resolve().parents[3]  # folder that contains the imported `grace` package
+GRACE_PERIOD = 20.0  # seconds for the other launchers to end after the first one
 
 # Wrapper of a rank: stores the rank's output and exit code. $0 is the folder.
 KEEP = """rank=${HOROVOD_RANK:-$RANK}; "$@" >"$0/$rank.out" 2>&1; code=$?; echo $code >"$0/$rank.code"; exit $code"""
@@ -34,7 +34,7 @@ class Outcome:
     log: str
     """Output of the launcher itself."""
     reason: str = ""
-    """Why it was stopped; empty if it ended by itself."""
+    """Why the launch was stopped; empty if it ended by itself."""
     failed: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Outcome:
         for rank, text in self.outputs.items():
             if self.codes[rank] != 0 and text.strip():
                 lines.append(f"--- rank {rank} ---\n{text[-3000:].rstrip()}")
-        if self.failed and self.log.strip() and len(lines) == 1:  # the rank's own output says more
+        if self.failed and self.log.strip() and len(lines) == 1:  # no rank has output, which would say more
             lines.append(f"--- {self.launcher} ---\n{self.log[-3000:].rstrip()}")
         return "\n".join(lines)
 
@@ -93,7 +93,7 @@ def _run(
     timeout: float = 300,
     alive: Callable[[], Any] | None = None,
 ) -> Outcome:
-    # ``timeout`` counts from the start, or from the last change of the result of ``alive()``.
+    # Stops after ``timeout`` seconds, counted from the start or from the last change of the result of ``alive()``.
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",

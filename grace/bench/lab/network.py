@@ -1,4 +1,4 @@
-"""Emulated hosts, links and a switch, built from network namespaces, virtual cables and token bucket filters."""
+"""Emulated hosts, links and a switch, built from network namespaces, veth pairs and token bucket filters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def burst_bytes(rate: str) -> int:
-    """Burst of an idle link: 4.2 ms at its rate, or 512 kB at 1 Gbit/s.
+    """Bytes that an idle link may send at once: 4.2 ms at its rate (525 kB at 1 Gbit/s), and at least 16 KiB.
 
     A larger burst would carry most of a compressed message for free on a slow link; a smaller one misses the rate.
     """
@@ -129,7 +129,7 @@ class Lab:
         if not 1 <= hosts <= 250 or workers_per_host < 1:
             raise LabError(f"{hosts} hosts with {workers_per_host} workers each: 1 to 250 hosts, at least 1 worker")
         bits_per_second(rate)
-        self.interface, self.port = "eth0", 29500  # no other users on these hosts
+        self.interface, self.port = "eth0", 29500  # the port is free: nothing else runs on these hosts
         self.rate, self.burst, self.workers_per_host = rate, burst, workers_per_host
         self.name = f"{PREFIX}-{os.getpid()}-{next(_counter)}"
         self.switch = f"{self.name}-sw"
@@ -149,7 +149,7 @@ class Lab:
 
     @property
     def key(self) -> Path:
-        """The private key that every host accepts; starts an sshd on each. Raises LabError where there is none."""
+        """The private key that every host accepts; starts an sshd on each. Raises LabError if OpenSSH is missing."""
         if self._key is None:
             if lacks := missing(ssh=True):
                 raise LabError("horovodrun in the network lab needs " + "; and ".join(lacks))
@@ -318,7 +318,7 @@ class Loopback:
 
 
 def topology(hosts: int, workers_per_host: int) -> str:
-    """The text of a topology."""
+    """A topology as text: (4, 1) -> ``"4"``; (2, 2) -> ``"2x2"``."""
     return f"{hosts}x{workers_per_host}" if workers_per_host > 1 else str(hosts)
 
 

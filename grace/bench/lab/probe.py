@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from grace.bench.lab.network import Lab
 
 PORT = 5999
-SKIPPED = 0.4  # seconds at the start: connection set-up, and the burst of an idle link
+SKIPPED = 0.4  # first seconds, not counted: connection set-up, and the burst of an idle link
 
 
 def receive(address: str) -> None:
-    """Accept one connection, and print the bits per second received after the start."""
+    """Accept one connection, and print the bits per second received after `SKIPPED` seconds."""
     with socket.create_server((address, PORT)) as server:
         print("ready", flush=True)
         server.settimeout(30)

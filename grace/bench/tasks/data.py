@@ -16,7 +16,7 @@ import numpy as np
 
 Arrays = tuple[Any, ...]
 Predict = Callable[[Arrays], Any]
-"""The prediction of a model: arrays of inputs -> logits of float32, classes last."""
+"""A model's prediction: arrays of inputs -> float32 logits, whose last dimension is the classes."""
 PIECE = 64  # examples per call when a model predicts
 
 
@@ -196,8 +196,10 @@ UNKNOWN = "<unk>"
 
 
 def numbered(train: Sequence[str], test: Sequence[str], words: int | None = None) -> tuple[Any, Any, int]:
-    """Both texts as int32 numbers; the most frequent word has the smallest. Words that are not among the ``words`` most
-    frequent ones of the training text are `UNKNOWN`.
+    """Convert both texts to int32 numbers of words; also returns the number of different words.
+
+    Number 0 is `UNKNOWN`; the words of the training text follow, by falling frequency. ``words``: the largest number of
+    different words, `UNKNOWN` included (None: no limit); all further words become `UNKNOWN`.
     """
     counts = Counter(train)
     counts.pop(UNKNOWN, None)
@@ -283,13 +285,13 @@ class Interactions(Data):
 
 
 def in_pieces_of(size: int, predict: Predict, inputs: Arrays) -> Any:
-    """The logits of examples of few bytes, float32[n]."""
+    """The logits float32[n] of examples, computed ``size`` examples at a time."""
     parts = [predict(tuple(a[i : i + size] for a in inputs)) for i in range(0, len(inputs[0]), size)]
     return np.concatenate(parts).reshape(-1)
 
 
 def made_interactions(users: int = 3000, items: int = 1500, each: int = 30) -> Interactions:
-    """Users and items with eight latent tastes: the more alike they are, the likelier a user takes an item.
+    """Users and items with eight latent features: the more alike they are, the likelier a user takes an item.
 
     Some items are popular with all users, so that popularity is a baseline above chance. One item of each user is held
     out.

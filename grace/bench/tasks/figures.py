@@ -25,11 +25,11 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
-    Several seeds are averaged; of several times the median counts. ``interval``: half of the quality's 95 % interval.
-    ``to_target``: steps until the mean quality over the seeds first reached the target; None if it never did, or a
-    training diverged. ``relative``:
-    the target derived from the dense run, whether or not the task has a fixed one. ``times[bandwidth]``: seconds of a
-    step, examples per second, seconds to the targets, and throughput and times relative to dense (more is faster).
+    Several seeds are averaged; of several times the median is taken. ``interval``: half the width of the quality's
+    95 % confidence interval. ``to_target``: steps until the mean quality over the seeds first reached the target; None
+    if it never did, or a training diverged. ``relative``: the target derived from the dense run, even if the task has a
+    fixed one. ``times[bandwidth]``: seconds of a step, examples per second, seconds to the targets, and throughput and
+    times relative to dense (more is faster).
     A method that was trained at several bandwidths has a line for each (``trained_at``), with the measured seconds to
     the targets.
     """
@@ -108,7 +108,7 @@ def order(method: str) -> tuple[int, str]:
 
 
 def rate(bandwidth: str) -> float:
-    """Bits per second, for sorting."""
+    """A bandwidth in bits per second, for sorting; 0 without emulated links."""
     return 0.0 if bandwidth in (LOOPBACK, AS_IS) else bits_per_second(bandwidth)
 
 
@@ -128,7 +128,7 @@ def _mean(curves: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[int, float | 
 
 
 def _look(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:
-    # The number of the first evaluation that reached the target.
+    # The index of the first evaluation that reached the target; None if there is none.
     if target is None:
         return None
     return next((i for i, (_, q) in enumerate(curve) if q is not None and task.reached(q, target)), None)
@@ -179,7 +179,7 @@ def choices(found: Sequence[Row]) -> list[str]:
 
 
 def grouped(found: Sequence[Row]) -> list[list[Row]]:
-    """The lines of each table."""
+    """The lines, grouped by table."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for line in found:
         groups.setdefault(tuple(line[key] for key in GROUP), []).append(line)

@@ -17,14 +17,14 @@ from grace.bench.tasks.tasks import Scale, task_of
 TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
 BASELINES = ("dense", "fp16")
-"""The toolkit's own exchange in float32 and in float16."""
+"""Exchanges of whole gradients, in float32 and in float16."""
 AUTO = "auto"
 CHOICE = ("chosen", "trials", "noise", "predicted")
-"""What a report says about the choice of method "auto"."""
+"""The fields of a report that describe the choice of method "auto"."""
 LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"
-"""The bandwidth of a cluster."""
+"""The bandwidth of a cluster, which is not changed."""
 QUICK = {
     "torch": ("dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd"),
     "keras": ("dense", "fp16", "topk", "powersgd"),  # a launch over Horovod takes twice as long
@@ -44,7 +44,7 @@ class Job:
     toolkit: str
     workers: int
     method: str
-    """The text: a baseline's name, a method such as ``topk:compress_ratio=0.001``, or local training such as
+    """A baseline's name, a method such as ``topk:compress_ratio=0.001``, or local training such as
     ``diloco:sync_every=20,compressor=topk``.
     """
     bandwidths: tuple[str, ...]
@@ -115,7 +115,8 @@ def jobs(
     bandwidths: tuple[str, ...],
     **common: Any,
 ) -> list[Job]:
-    """All combinations; ``methods`` by toolkit. Method "auto" measures the links: a training at each bandwidth.
+    """All combinations as jobs; ``methods``: by toolkit. Method "auto" measures the links, so it trains at each
+    bandwidth.
 
     For each number of workers, the method is the outer loop, baselines first: if time runs out, all tasks have the same
     methods.
@@ -182,7 +183,7 @@ def estimate(found: Iterable[Job]) -> float:
 
 
 def seconds_of(job: Job) -> float:
-    """See `estimate`. A training over limited links is taken to last three times as long."""
+    """Expected seconds of one job. A training over limited links is assumed to take three times as long."""
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
     scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
     trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train

@@ -96,7 +96,7 @@ def results(lines: Iterable[Row]) -> list[Row]:
 
 
 def check(rows: Any) -> list[Row]:
-    """The rows themselves; ValueError unless they are a list from `results`."""
+    """Return ``rows``; raise ValueError unless they are a list from `results`."""
     if not isinstance(rows, list):
         raise ValueError(f"no list of results but {rows!r:.60}")
     for number, row in enumerate(rows, 1):

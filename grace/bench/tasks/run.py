@@ -68,7 +68,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> list[Job]:
-    """The remaining jobs. ``retry``: include failed ones."""
+    """The jobs that have cells left to measure, reduced to these. ``retry``: include failed cells."""
     done = {cell(row) for row in latest(rows) if not (retry and "error" in row)}
     found = []
     for job in jobs:

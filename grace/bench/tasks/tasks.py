@@ -49,7 +49,7 @@ class Task:
     target: float
     """Target quality with synthetic data at the quick scale: about the quality of dense training half-way.
 
-    In other cases the target is `near` the quality of the dense run.
+    In other cases `near` derives the target from the quality of the dense run.
     """
     unit: str
     """The unit of throughput; an example has `unit_size` of them."""
@@ -57,7 +57,7 @@ class Task:
     binary: bool
     """Whether the model has a single logit for yes or no, instead of one for each class."""
     optimizer: str
-    """sgd (momentum 0.9) or adam (first beta 0.9); both are 0 with a memory that has its own momentum."""
+    """"sgd" with momentum 0.9, or "adam" with first beta 0.9; with a memory that has its own momentum, 0 instead."""
     quick: Scale
     full: Scale
     made: Callable[[], Data]

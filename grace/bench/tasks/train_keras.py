@@ -62,7 +62,7 @@ class Trainer:
         self._logits = tf.function(lambda *inputs: self._model(_one_or_list(inputs), training=False))
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
-        """Learn from one batch."""
+        """Train on one batch."""
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(_one_or_list(inputs), targets)
         if self._local is None:
@@ -76,22 +76,22 @@ class Trainer:
             self._local.finish()
 
     def predict(self, inputs: Arrays) -> Any:
-        """Logits, as the metrics want them."""
+        """Return logits, as a NumPy array."""
         return self._logits(*map(tf.constant, inputs)).numpy()
 
     @property
     def sent(self) -> int:
-        """Bytes that this worker has passed to the library so far."""
+        """Bytes that this worker has passed to collectives so far."""
         return (self._local or self._grace).report().bytes_sent
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What method "auto" measured, predicted and chose; empty for other methods."""
+        """What method "auto" measured, predicted and chose, by `CHOICE`; empty values for other methods."""
         report = self._grace.report()
         return {key: getattr(report, key) for key in CHOICE}
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; a barrier."""
+        """Return worker 0's number on all workers; also a barrier."""
         value = tf.constant([number if self.rank == 0 else 0], tf.int64)
         return int(hvd.allreduce(value, op=hvd.Sum, name="agree")[0])
 

@@ -54,9 +54,10 @@ class Trainer:
             grace.torch.local(self._optimizer, self._local, named, buffers)
 
     def _ddp(self, params: dict[str, Any] | str) -> nn.parallel.DistributedDataParallel:
-        # Each worker has its own statistics of norms: only gradients are sent.
+        # Each worker keeps its own BatchNorm statistics: only gradients are sent.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer versions rename it, older ones lack the new name
+            # Newer versions of PyTorch rename broadcast_buffers; older ones lack the new name.
+            warnings.simplefilter("ignore", FutureWarning)
             ddp = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
         if isinstance(params, str):
             ddp.register_comm_hook(None, self._baseline(params))
@@ -73,11 +74,11 @@ class Trainer:
             self._counted += bucket.buffer().numel() * (2 if name == "fp16" else bucket.buffer().element_size())
             return hook(state, bucket)
 
-        counted.__annotations__.clear()  # DDP compares annotations with types; in this module they are strings
+        counted.__annotations__.clear()  # DDP checks that annotations are certain types, but here they are strings
         return counted
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
-        """Learn from one batch."""
+        """Train on one batch."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.zero_grad()
@@ -95,7 +96,7 @@ class Trainer:
             self._local.finish()
 
     def predict(self, inputs: Arrays) -> Any:
-        """Logits, as the metrics want them."""
+        """Return logits, as a NumPy array."""
         self._model.eval()
         with torch.no_grad():
             found = self._model(*map(torch.from_numpy, inputs)).numpy()
@@ -104,20 +105,20 @@ class Trainer:
 
     @property
     def sent(self) -> int:
-        """Bytes that this worker has passed to the library so far."""
+        """Bytes that this worker has passed to collectives so far."""
         source = self._local or self._grace
         return self._counted if source is None else source.report().bytes_sent
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What method "auto" measured, predicted and chose; empty for other methods."""
+        """What method "auto" measured, predicted and chose, by `CHOICE`; empty values for other methods."""
         if self._grace is None:
             return {}
         report = self._grace.report()
         return {key: getattr(report, key) for key in CHOICE}
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; a barrier."""
+        """Return worker 0's number on all workers; also a barrier."""
         value = torch.tensor([number if self.rank == 0 else 0])
         dist.all_reduce(value)
         return int(value)

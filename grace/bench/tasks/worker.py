@@ -19,8 +19,8 @@ from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import batch, rate, task_of
 
 WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in the first step
-WARM_AT_RATE = 2
-LEAST = 3  # timed steps
+WARM_AT_RATE = 2  # untimed steps (in local training, rounds) after each change of the bandwidth
+LEAST = 3  # fewest timed steps
 
 
 def traffic() -> tuple[int, int]:
@@ -30,7 +30,7 @@ def traffic() -> tuple[int, int]:
 
 
 class Worker:
-    """One worker at its job."""
+    """One worker of a job."""
 
     def __init__(self, job: Job, folder: Path):
         self.job, self.folder, self.steps = job, folder, 0
@@ -47,7 +47,7 @@ class Worker:
         self._lines.flush()
 
     def step(self, lr: float | None = None) -> float:
-        """Learn from the next batch; returns the seconds of the step, without making the batch."""
+        """Train on the next batch; returns the seconds of the step, without those of making the batch."""
         inputs, targets = batch(self.data, self.scale.batch, self.trainer.rank, self.steps, self.job.seed)
         began = time.perf_counter()
         self.trainer.step(inputs, targets, rate(self.scale, self.steps) if lr is None else lr)
@@ -55,7 +55,7 @@ class Worker:
         return time.perf_counter() - began
 
     def train(self) -> None:
-        """Make all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then."""
+        """Run all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then."""
         if self.job.trained_at:
             self.shape(self.job.trained_at)
         curve: list[tuple[int, float | None]] = []
@@ -75,7 +75,7 @@ class Worker:
             self.tell("trained", curve=curve, clock=clock, **self.trainer.choice)
 
     def timed(self) -> float:
-        """Seconds of a step; in local training the mean over the steps from one exchange to the next.
+        """Run a step and return its seconds; in local training the mean over the steps from one exchange to the next.
 
         The learning rate is 0, since only time is measured. Local training keeps the last rate: with 0, all
         pseudo-gradients would be 0.
@@ -101,7 +101,7 @@ class Worker:
         seconds = [self.timed() for _ in range(count)]
         sent, done = self.trainer.sent - sent, self.steps - done
         self.trainer.agree(0)
-        wire = None  # the machine's own interface counts other traffic too
+        wire = None  # not counted on the machine's own interface, which has other traffic, too
         if self.job.shaped:
             wire = [(now - then) / done for now, then in zip(traffic(), before, strict=True)]
         self.tell("timed", bandwidth=bandwidth, seconds=[round(s, 6) for s in seconds], sent=sent / done, wire=wire)

@@ -280,6 +280,12 @@ def test_with_error_feedback_nothing_is_lost_of_parameters_that_are_not_always_u
 
 
 @processes
+def test_sums_of_float16_need_every_parameter_of_every_worker(found):
+    for worker in found:
+        assert "call model.set_reduce_scatter_unused_params(True)" in worker["missing half"]
+
+
+@processes
 def test_what_does_not_fit_says_what_does(found):
     refused = found[0]["refused"]
     assert "call torch.distributed.fsdp.fully_shard on it first" in refused["plain model"]

@@ -69,6 +69,15 @@ def test_local_training_ends_with_equal_weights(found):
     assert np.array_equal(found[0]["local"], found[1]["local"])
 
 
+def test_factors_replace_layers_and_are_averaged(found):
+    (started, ended, losses, counts, named), (other_started, other_ended, *_) = (w["factorised"] for w in found)
+    assert np.array_equal(started, other_started)
+    assert np.array_equal(ended, other_ended)
+    assert losses[-1] < losses[0]
+    assert counts[1] < counts[0]
+    assert named
+
+
 def test_models_that_differ_and_plain_optimizers_are_named(found):
     for worker in found:
         assert "worker 0 and worker 1 differ" in worker["mismatch"]

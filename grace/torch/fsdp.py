@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -194,13 +195,14 @@ class _Step:
         flags = [float(i in group.present) for group in groups for i in group.laid]
         counts = torch.tensor(flags, device=groups[0].example.device)
         for grace in self.graces:
-            (found,) = grace.transport.start([Reduce(((counts > 0).float(),), "sum")], "used")()
+            (found,) = grace.transport.start([Reduce((counts,), "sum")], "used")()
             counts = found[0]
+        size = math.prod(grace.world_size for grace in self.graces)
         feedback = any(grace.method.memory.feedback for grace in self.graces)
         at = 0
         for group in groups:
             if group.late or group.summed:  # else skip, as reading counts waits for the device
-                group.settle(counts[at : at + len(group.laid)].tolist(), feedback, self.graces[-1].world_size)
+                group.settle(counts[at : at + len(group.laid)].tolist(), feedback, size)
             at += len(group.laid)
         for grace in self.graces:
             grace.land()
@@ -298,8 +300,7 @@ class _Group:
     def settle(self, counts: list[float], feedback: bool, size: int) -> None:
         """Set the gradients of parameters that only other workers used.
 
-        ``counts``: for each parameter in `laid`, how many of ``size`` workers used it; with ``grace`` and ``replicas``,
-        of ``size`` groups of workers.
+        ``counts``: for each parameter in `laid`, how many of all ``size`` workers used it.
         """
         count = dict(zip(self.laid, counts, strict=True))
         late, self.late = self.late, {}

@@ -296,6 +296,21 @@ topk = {"compressor": "topk", "compress_ratio": 0.1}
 found["sparse branches"] = {mode: branches(mode, topk, rate=0.0) for mode in MODES}
 
 
+# Sums of scaled float16 need all parameters of all workers; here one worker of each group of shards misses some.
+half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+if size == 4:
+    model = fully_shard(Branches(), mesh=mesh["shards"], **half)
+    grc = grace.grace_from_params(NONE, transport=within)
+    grace.torch.fsdp(model, grace=grc, replicas=grace.grace_from_params({"compressor": "none"}, transport=across))
+else:
+    model = fully_shard(Branches(), **half)
+    grace.torch.fsdp(model, grace=grace.grace_from_params(NONE))
+try:
+    model(torch.ones(7, 11), rank % 2 == 0, True).square().mean().backward()
+except RuntimeError as error:
+    found["missing half"] = str(error)
+
+
 # -- compressed parameters ---------------------------------------------------------------------------------------------
 class Uneven(nn.Module):
     """Shards of different lengths, a matrix of several blocks, vectors, and frozen parameters."""

@@ -19,6 +19,7 @@ from keras_equal import BATCH, LOSS, STEPS, data, network, train, weights
 
 import grace
 import grace.keras
+from grace.factorize import WarmUp
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, "min_numel": 0}
 found = {"dense": keras_equal.dense_losses(rank)}
@@ -133,6 +134,16 @@ with warnings.catch_warnings(record=True) as caught:
     net.compile(keras.optimizers.SGD(0.1), LOSS)
     net.fit(*data(rank), BATCH, verbose=0, callbacks=[grace.keras.BroadcastCallback(0)])
 found["warned"] = any("no gradient of this model was averaged" in str(each.message) for each in caught)
+
+# Pufferfish: dense layers give way to factors, which are equal on all workers, and the same Grace averages them.
+net, optimizer = network(), keras.optimizers.SGD(0.1)
+grc = grace.grace_from_params(TOPK)
+train(net, optimizer, grc, rank, epochs=1)
+warmup = WarmUp(1, exclude=())
+net, new = warmup.switch(net, optimizer, lambda model: keras.optimizers.SGD(0.1))
+started, counts = weights(net), (warmup.plan.parameters, warmup.plan.parameters_after)
+losses = train(net, new, None, rank, epochs=4)
+found["factorised"] = (started, weights(net), losses, counts, grc.names == [v.path for v in net.trainable_variables])
 
 # A keras.distribution, which would average gradients in addition to GRACE.
 grc = grace.grace_from_params(TOPK)

@@ -139,7 +139,7 @@ found["warned"] = any("no gradient of this model was averaged" in str(each.messa
 net, optimizer = network(), keras.optimizers.SGD(0.1)
 grc = grace.grace_from_params(TOPK)
 train(net, optimizer, grc, rank, epochs=1)
-warmup = WarmUp(1, exclude=())
+warmup = WarmUp(1, keep_first=0, keep_last=False, min_numel=0)
 net, new = warmup.switch(net, optimizer, lambda model: keras.optimizers.SGD(0.1))
 started, counts = weights(net), (warmup.plan.parameters, warmup.plan.parameters_after)
 losses = train(net, new, None, rank, epochs=4)

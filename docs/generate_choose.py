@@ -26,7 +26,7 @@ from generate_tables import BLOCK
 ROOT = Path(__file__).parents[1]
 PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
 ABOUT = ("date", "command", "machine", "network")
-LIMITS = (0.05, 0.1)
+LIMITS = (0.03, 0.1)
 CELL = ("task", "toolkit", "workers")
 
 
@@ -35,12 +35,8 @@ def load(folder: Path = STORE) -> list[dict[str, Any]]:
     runs = []
     for file in sorted(folder.glob("tasks-*.json")):
         run = json.loads(file.read_text())
-        if run.get("schema") != results.SCHEMA or not all(
-            isinstance(run.get(key), str) for key in ABOUT
-        ):
-            raise ValueError(
-                f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}"
-            )
+        if run.get("schema") != results.SCHEMA or not all(isinstance(run.get(key), str) for key in ABOUT):
+            raise ValueError(f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}")
         try:
             results.check(run.get("results"))
         except ValueError as error:
@@ -57,11 +53,7 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     dense's, geometric mean.
     """
     rows = list(rows)
-    dense = {
-        (*(row[key] for key in CELL), row["bandwidth"]): row
-        for row in rows
-        if row["method"] == "dense"
-    }
+    dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
     pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row in rows:
         base = dense.get((*(row[key] for key in CELL), row["bandwidth"]))
@@ -69,16 +61,10 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             pairs.setdefault(row["method"], []).append((row, base))
     out = []
     for method, both in pairs.items():
-        if len(both) < len(pairs["dense"]):
+        losses = {tuple(row[key] for key in CELL): _loss(row, base) for row, base in both}
+        if len(losses) < len({cell[:-1] for cell in dense}):
             continue
-        losses = {
-            tuple(row[key] for key in CELL): _loss(row, base) for row, base in both
-        }
-        sent = [
-            row["bytes_on_wire"] / base["bytes_on_wire"]
-            for row, base in both
-            if row["bytes_on_wire"]
-        ]
+        sent = [row["bytes_on_wire"] / base["bytes_on_wire"] for row, base in both if row["bytes_on_wire"]]
         out.append(
             {
                 "method": method,
@@ -87,20 +73,14 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "bytes": statistics.geometric_mean(sent) if sent else float("inf"),
             }
         )
-    return sorted(
-        out, key=lambda line: (line["method"] not in BASELINES, line["worst"])
-    )
+    return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
 
 
 def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
     # The part of dense's quality by which a method is worse.
     if row["quality"] is None or row["error"]:
         return float("inf")
-    return (
-        (base["quality"] - row["quality"])
-        / base["quality"]
-        * (1 if row["higher"] else -1)
-    )
+    return (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
 
 
 def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
@@ -108,11 +88,7 @@ def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
 
     Of those that exchange gradients in every step, and that a user names.
     """
-    named = (
-        line
-        for line in found
-        if line["method"].partition(":")[0] not in (AUTO, *PRESETS)
-    )
+    named = (line for line in found if line["method"].partition(":")[0] not in (AUTO, *PRESETS))
     best: dict[str, Any] = min(
         (line for line in named if line["worst"] <= limit),
         key=lambda line: line["bytes"],
@@ -126,33 +102,15 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | N
     A number for each training with a dense one; None where the method did not reach it.
     """
     rows = [row for row in rows if row["bandwidth"] and row["seconds"]]
-    cells = {
-        (*(row[key] for key in CELL), row["bandwidth"], row["method"]): row
-        for row in rows
-    }
+    cells = {(*(row[key] for key in CELL), row["bandwidth"], row["method"]): row for row in rows}
     found: dict[str, dict[str, list[float | None]]] = {}
     for bandwidth in sorted({row["bandwidth"] for row in rows}, key=bits_per_second):
-        bases = [
-            row
-            for row in rows
-            if row["method"] == "dense" and row["bandwidth"] == bandwidth
-        ]
-        for method in dict.fromkeys(
-            row["method"] for row in rows if row["bandwidth"] == bandwidth
-        ):
-            mine = [
-                (base, cells.get((*(base[key] for key in CELL), bandwidth, method)))
-                for base in bases
-            ]
+        bases = [row for row in rows if row["method"] == "dense" and row["bandwidth"] == bandwidth]
+        for method in dict.fromkeys(row["method"] for row in rows if row["bandwidth"] == bandwidth):
+            mine = [(base, cells.get((*(base[key] for key in CELL), bandwidth, method))) for base in bases]
             if all(row is not None for _, row in mine):
-                times = [
-                    (base["seconds_to_relative"], row["seconds_to_relative"])
-                    for base, row in mine
-                    if row
-                ]
-                found.setdefault(bandwidth, {})[method] = [
-                    None if row is None else base / row for base, row in times
-                ]
+                times = [(base["seconds_to_relative"], row["seconds_to_relative"]) for base, row in mine if row]
+                found.setdefault(bandwidth, {})[method] = [None if row is None else base / row for base, row in times]
     return found
 
 
@@ -191,9 +149,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     rows = [row for run in runs for row in run["results"]]
     found = lines(rows)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    seeds, workers = (
-        sorted({row[key] for row in rows}) for key in ("seeds", "workers")
-    )
+    seeds, workers = (sorted({row[key] for row in rows}) for key in ("seeds", "workers"))
     titles = "; ".join(task_of(task).title for task in tasks)
     about = (
         f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}; every "
@@ -202,10 +158,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     )
     parts = [about]
     best = [(limit, choice(found, limit)) for limit in LIMITS]
-    body = [
-        [f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"]
-        for limit, line in best
-    ]
+    body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
     parts.append(
         _table(
             ["worse by at most", "begin with", "bytes on the wire, relative to dense"],
@@ -214,25 +167,16 @@ def text(runs: list[dict[str, Any]]) -> str:
     )
     parts.append(
         "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better). "
-        f"{_noise(found, seeds)}"
+        f"{_noise(found, seeds)}".rstrip()
     )
     body = []
     for line in found:
-        losses = [
-            [loss for cell, loss in line["losses"].items() if cell[0] == task]
-            for task in tasks
-        ]
-        cells = [
-            "failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %"
-            for each in losses
-        ]
+        losses = [[loss for cell, loss in line["losses"].items() if cell[0] == task] for task in tasks]
+        cells = ["failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %" for each in losses]
         body.append([f"`{line['method']}`", *cells, f"{line['bytes']:.2f}"])
     parts.append(_table(["method", *tasks, "bytes"], body))
     parts += times(rows)
-    parts += [
-        f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`"
-        for run in runs
-    ]
+    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`" for run in runs]
     return "\n\n".join(parts) + "\n"
 
 
@@ -249,18 +193,14 @@ def _joined(values: list[int]) -> str:
 
 
 def _table(heads: list[str], body: list[list[str]]) -> str:
-    return "\n".join(
-        f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body]
-    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body])
 
 
 def page(before: str, made: str) -> str:
     """The page with this content in its generated section; ValueError if it has none."""
     after, count = BLOCK.subn(lambda found: f"{found[1]}\n{made}\n{found[3]}", before)
     if count != 1:
-        raise ValueError(
-            f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->"
-        )
+        raise ValueError(f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->")
     return after
 
 

@@ -124,7 +124,7 @@ void grace_normal_mean(const grace::Loops* loops, const uint8_t* const codes[], 
                        const uint8_t* const streams[], int64_t workers, float* out, int64_t n, int64_t width,
                        int64_t bits, const float levels[], int64_t key0, int64_t key1, int64_t start, int64_t threads);
 
-// norms, float[m]: grace.blocks.norms of blocks; block is not 0.
+// norms, float[m]: the norms of blocks, as grace.ops.blocks.norms; block is not 0.
 void grace_norms(const grace::Loops* loops, const float* x, float* norms, int64_t n, int64_t block, int64_t threads);
 
 // Blocks rotated as in normal_encode and rounded at random to steps 0 .. top: grace.compressors.thc. codes: uint8[width
@@ -190,14 +190,14 @@ void grace_correct(const grace::Loops* loops, const float* x, const float* u, co
 int64_t grace_sparse_mean(const grace::Loops* loops, const float* const values[], const int32_t* const positions[],
                           const int64_t counts[], int64_t workers, float* out, int64_t n, int64_t threads);
 
-// The same of workers that send `each` vectors, which add up. Those that `pairs` says, null for none, have but two
-// values, and a position p below 0 stands for -1 - p and the second one.
+// As sparse_mean, of workers that send `each` vectors, which are summed. Vectors that `pairs` marks (null: none) have
+// only two values: a position p below 0 means position -1 - p with the second value.
 int64_t grace_sparse_means(const grace::Loops* loops, const float* const values[], const int32_t* const positions[],
                            const int64_t counts[], const uint8_t* pairs, int64_t vectors, int64_t each, float* out,
                            int64_t n, int64_t threads);
 
-// The k <= n largest magnitudes of the sum of vectors of n elements, which have `count` values each: sums float[k],
-// chosen int32[k], ascending. -1, or the first vector whose positions are wrong; -2: no memory.
+// The k <= n largest magnitudes of the sum of sparse vectors with `count` values each: sums float[k], positions chosen
+// int32[k], ascending. Returns -1, or the first vector whose positions are wrong; -2: no memory.
 int64_t grace_largest_sums(const grace::Loops* loops, const float* const values[], const int32_t* const positions[],
                            int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, int64_t k);
 
@@ -207,7 +207,7 @@ int64_t grace_largest_sums(const grace::Loops* loops, const float* const values[
 int64_t grace_positions_write(const grace::Loops* loops, const int32_t* positions, int64_t k, int64_t lower,
                               uint8_t* const planes[], uint8_t* upper, int64_t marks);
 
-// The inverse. Returns how many marks there are; only if these are k, positions[k] are all written.
+// The inverse of positions_write. Returns the number of marks; all positions are written only if it is k.
 int64_t grace_positions_read(const grace::Loops* loops, const uint8_t* const planes[], const uint8_t* upper,
                              int64_t marks, int64_t k, int64_t lower, int32_t* positions);
 
@@ -219,7 +219,7 @@ int64_t grace_chunks_encode(const grace::Loops* loops, const float* x, const flo
                             uint8_t* high, uint8_t* codes, float* magnitudes, int64_t n, int64_t chunk, int64_t k,
                             int64_t threads, int64_t swap);
 
-// The inverse: values[K] and where they belong, positions[K]. 1 if a place is not in its chunk.
+// The inverse of chunks_encode: values[K] and their positions[K]. 1 if a position is outside its chunk.
 int64_t grace_chunks_values(const grace::Loops* loops, const uint8_t* low, const uint8_t* high, const uint8_t* codes,
                             const float* magnitudes, int64_t n, int64_t chunk, int64_t k, float* values,
                             int32_t* positions);
@@ -240,19 +240,20 @@ int64_t grace_cosines_mean(const grace::Loops* loops, const float* const values[
                            const uint8_t* const high[], int64_t workers, float* out, int64_t a, int64_t b, int64_t rows,
                            int64_t columns, int64_t k, int64_t senders, int64_t sign, int64_t threads);
 
-// out, which may be x: x - what one worker sent. -1, or 0 if its places do not ascend in their chunks; -2: no memory.
+// out, which may be x: x minus one worker's payload. -1, or 0 if its positions do not ascend in their chunks; -2: no
+// memory.
 int64_t grace_cosines_left(const grace::Loops* loops, const float* x, const float* values, const uint8_t* low,
                            const uint8_t* high, float* out, int64_t a, int64_t b, int64_t rows, int64_t columns,
                            int64_t k, int64_t threads);
 
-// Whether all are finite.
+// Whether all elements of all vectors are finite.
 int64_t grace_finite(const grace::Loops* loops, const float* const vectors[], const int64_t counts[], int64_t many);
 
-// From now on this thread writes results of n elements in all, one after the other; 0: each by itself. What does not
-// stay in a cache is written past it. Returns what it was.
+// Announces that this thread now writes results of n elements in total; 0: each call writes results of its own. If the
+// total exceeds the caches, results are written past them. Returns the former n.
 int64_t grace_gathered(const grace::Loops* loops, int64_t n);
 
-// grace.backends.base.Backend.words.
+// Random words, as grace.backends.random.Random.words.
 void grace_words(const grace::Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int32_t* out,
                  int64_t threads);
 
@@ -276,13 +277,13 @@ void grace_left(const grace::Loops* loops, float* m, const float* residual, cons
 void grace_right(const grace::Loops* loops, float* m, const float* residual, const float* p, float* q, int64_t a,
                  int64_t b, int64_t r, int64_t threads);
 
-// signs[3]: how many of v are above zero, and below, and the bits of the largest magnitude. out becomes v. 0, or -2: no
-// memory, and nothing was written.
+// signs[3]: the number of elements of v above zero, the number below zero, and the bits of the largest magnitude. out
+// becomes v. 0, or -2: no memory, and nothing was written.
 int64_t grace_signs_count(const grace::Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
                           int64_t n, int64_t threads, int64_t swap);
 
 // How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2]; -2:
-// no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without these elements.
+// no memory. A result above `capacity` is the capacity needed. left, null or x, becomes x without these.
 int64_t grace_largest_of_signs(const grace::Loops* loops, const float* x, const int64_t* signs, double ratio,
                                float* means, int32_t* sent, float* left, int64_t capacity, int64_t n);
 
@@ -292,7 +293,7 @@ int64_t grace_largest_of_signs(const grace::Loops* loops, const float* x, const 
 int64_t grace_count_sketch(const grace::Loops* loops, const float* x, const int32_t* words, float* table, int64_t n,
                            int64_t rows, int64_t group, int64_t width, int64_t threads);
 
-// out, float[n]: the medians of what the rows of such a table say of each element. 0, or -2.
+// out, float[n]: for each element the median of its estimates from the rows of a table. 0, or -2.
 int64_t grace_count_sketch_estimate(const grace::Loops* loops, const float* table, const int32_t* words, float* out,
                                     int64_t n, int64_t rows, int64_t group, int64_t width, int64_t threads);
 
@@ -302,11 +303,11 @@ int64_t grace_count_sketch_estimate(const grace::Loops* loops, const float* tabl
 void grace_tagged_count(const grace::Loops* loops, const float* x, int64_t* starts, int64_t n, int64_t lowest,
                         int64_t middle, int64_t threads);
 
-// Tags and numbers, as many of each as the last row of starts says.
+// Tags and numbers; the last row of starts has the count of each kind.
 void grace_tagged_encode(const grace::Loops* loops, const float* x, const int64_t* starts, uint8_t* tags, float* three,
                          uint8_t* two, uint8_t* one, int64_t n, int64_t lowest, int64_t middle, int64_t threads);
 
-// counts, int64[workers, 3]: what each worker sent. -1, or the first worker whose tags ask for others.
+// counts, int64[workers, 3]: the numbers of each kind that workers sent. -1, or the first worker whose tags differ.
 int64_t grace_tagged_mean(const grace::Loops* loops, const uint8_t* const tags[], const float* const three[],
                           const uint8_t* const two[], const uint8_t* const one[], const int64_t counts[],
                           int64_t workers, float* out, int64_t n, int64_t lowest, int64_t middle, int64_t threads);
@@ -316,7 +317,7 @@ int64_t grace_tagged_mean(const grace::Loops* loops, const uint8_t* const tags[]
 int64_t grace_bins_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* counts,
                           uint8_t* places, float* scale, int64_t n, int64_t size, int64_t threads);
 
-// The mean of what workers sent; -1, or the first whose counts and places do not fit: out is then unfinished.
+// The mean of payloads; -1, or the first worker whose counts and places do not fit: out is then unfinished.
 int64_t grace_bins_mean(const grace::Loops* loops, const uint8_t* const counts[], const uint8_t* const places[],
                         const float* const scales[], const int64_t sizes[], int64_t workers, float* out, int64_t n,
                         int64_t size, int64_t threads);

@@ -129,7 +129,7 @@ codec(
 )
 kernel(
     "void norms(const float* x, float* norms, int64_t n, int64_t block, int64_t threads = 1)",
-    "norms, float[m]: grace.blocks.norms of blocks; block is not 0.",
+    "norms, float[m]: the norms of blocks, as grace.ops.blocks.norms; block is not 0.",
 )
 STEPS = "int64_t n, int64_t width, int64_t top, int64_t wide, float cut, float factor"
 kernel(
@@ -213,16 +213,16 @@ kernel(
 kernel(
     f"int64_t sparse_means({PAIRS}, const int64_t counts[], const uint8_t* pairs, int64_t vectors, int64_t each, "
     f"float* out, int64_t n, {THREADS})",
-    """The same of workers that send `each` vectors, which add up. Those that `pairs` says, null for none, have but two
-    values, and a position p below 0 stands for -1 - p and the second one.""",
+    """As sparse_mean, of workers that send `each` vectors, which are summed. Vectors that `pairs` marks (null: none)
+    have only two values: a position p below 0 means position -1 - p with the second value.""",
     refusal=unordered,
     memory=True,
 )
 kernel(
     f"int64_t largest_sums({PAIRS}, int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, "
     "int64_t k)",
-    """The k <= n largest magnitudes of the sum of vectors of n elements, which have `count` values each: sums float[k],
-    chosen int32[k], ascending. -1, or the first vector whose positions are wrong; -2: no memory.""",
+    """The k <= n largest magnitudes of the sum of sparse vectors with `count` values each: sums float[k], positions
+    chosen int32[k], ascending. Returns -1, or the first vector whose positions are wrong; -2: no memory.""",
     refusal=unordered,
     memory=True,
 )
@@ -238,7 +238,7 @@ kernel(
     "int64_t positions_read(const uint8_t* const planes[], const uint8_t* upper, int64_t marks, int64_t k, "
     "int64_t lower, "
     "int32_t* positions)",
-    "The inverse. Returns how many marks there are; only if these are k, positions[k] are all written.",
+    "The inverse of positions_write. Returns the number of marks; all positions are written only if it is k.",
 )
 codec(
     "chunks",
@@ -258,7 +258,7 @@ codec(
 kernel(
     "int64_t chunks_values(const uint8_t* low, const uint8_t* high, const uint8_t* codes, const float* magnitudes, "
     f"int64_t n, int64_t chunk, int64_t k, {VALUES})",
-    "The inverse: values[K] and where they belong, positions[K]. 1 if a place is not in its chunk.",
+    "The inverse of chunks_encode: values[K] and their positions[K]. 1 if a position is outside its chunk.",
 )
 SENT = "blocks(a, rows) * blocks(b, columns) * k"
 codec(
@@ -279,21 +279,26 @@ codec(
 kernel(
     "int64_t cosines_left(const float* x, const float* values, const uint8_t* low, const uint8_t* high, float* out, "
     f"int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k, {THREADS})",
-    "out, which may be x: x - what one worker sent. -1, "
-    "or 0 if its places do not ascend in their chunks; -2: no memory.",
+    "out, which may be x: x minus one worker's payload. -1, "
+    "or 0 if its positions do not ascend in their chunks; -2: no memory.",
     refusal=misplaced,
     memory=True,
 )
 
 # ---- numbers at random, products ----
 
-kernel("int64_t finite(const float* const vectors[], const int64_t counts[], int64_t many)", "Whether all are finite.")
+kernel(
+    "int64_t finite(const float* const vectors[], const int64_t counts[], int64_t many)",
+    "Whether all elements of all vectors are finite.",
+)
 kernel(
     "int64_t gathered(int64_t n)",
-    """From now on this thread writes results of n elements in all, one after the other; 0: each by itself. What does
-    not stay in a cache is written past it. Returns what it was.""",
+    """Announces that this thread now writes results of n elements in total; 0: each call writes results of its own. If
+    the total exceeds the caches, results are written past them. Returns the former n.""",
 )
-kernel(f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "grace.backends.base.Backend.words.")
+kernel(
+    f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "Random words, as grace.backends.random.Random.words."
+)
 kernel(
     f"void noise_table(int64_t key0, int64_t key1, int64_t n, uint16_t* out, {THREADS})",
     "The upper halves of the words 0 .. n-1.",
@@ -321,8 +326,8 @@ kernel(
 
 kernel(
     f"int64_t signs_count({SOURCE}, int64_t* signs, int64_t n, {SWAP})",
-    """signs[3]: how many of v are above zero, and below, and the bits of the largest magnitude. out becomes v. 0, or
-    -2: no memory, and nothing was written.""",
+    """signs[3]: the number of elements of v above zero, the number below zero, and the bits of the largest magnitude.
+    out becomes v. 0, or -2: no memory, and nothing was written.""",
     memory=True,
 )
 kernel(
@@ -330,7 +335,7 @@ kernel(
     "float* left, "
     "int64_t capacity, int64_t n)",
     """How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2];
-    -2: no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without these elements.""",
+    -2: no memory. A result above `capacity` is the capacity needed. left, null or x, becomes x without these.""",
     memory=True,
 )
 SKETCH = f"int64_t n, int64_t rows, int64_t group, int64_t width, {THREADS}"
@@ -343,7 +348,7 @@ kernel(
 )
 kernel(
     f"int64_t count_sketch_estimate(const float* table, const int32_t* words, float* out, {SKETCH})",
-    "out, float[n]: the medians of what the rows of such a table say of each element. 0, or -2.",
+    "out, float[n]: for each element the median of its estimates from the rows of a table. 0, or -2.",
     memory=True,
 )
 TAGGED = f"int64_t n, int64_t lowest, int64_t middle, {THREADS}"
@@ -357,12 +362,12 @@ kernel(
     "void tagged_encode(const float* x, const int64_t* starts, uint8_t* tags, float* three, uint8_t* two, "
     "uint8_t* one, "
     f"{TAGGED})",
-    "Tags and numbers, as many of each as the last row of starts says.",
+    "Tags and numbers; the last row of starts has the count of each kind.",
 )
 kernel(
     "int64_t tagged_mean(const uint8_t* const tags[], const float* const three[], const uint8_t* const two[], "
     f"const uint8_t* const one[], const int64_t counts[], int64_t workers, float* out, {TAGGED})",
-    "counts, int64[workers, 3]: what each worker sent. -1, or the first worker whose tags ask for others.",
+    "counts, int64[workers, 3]: the numbers of each kind that workers sent. -1, or the first worker whose tags differ.",
     refusal=lambda worker, **_: f"the tags of worker {worker} do not ask for as many numbers as it sent",
 )
 BINS = f"int64_t n, int64_t size, {THREADS}"
@@ -374,7 +379,7 @@ kernel(
 kernel(
     "int64_t bins_mean(const uint8_t* const counts[], const uint8_t* const places[], const float* const scales[], "
     f"const int64_t sizes[], int64_t workers, float* out, {BINS})",
-    "The mean of what workers sent; -1, or the first whose counts and places do not fit: out is then unfinished.",
+    "The mean of payloads; -1, or the first worker whose counts and places do not fit: out is then unfinished.",
     refusal=lambda worker, **_: f"the counts and places of worker {worker} do not fit",
 )
 kernel(

@@ -28,7 +28,6 @@ from grace.factorize.keras_layers import (
     to_low_rank,
 )
 from grace.factorize.plan import Layer, Matrix, NameMap
-from grace.keras.toolkits import toolkit
 
 __all__ = ["LowRank", "LowRankLSTMCell", "LowRankMultiHeadAttention"]
 
@@ -297,15 +296,16 @@ def grace_of(optimizer: Any) -> Grace | None:
 
 
 def transport_of(grace: Grace, model: layers.Layer) -> Transport:
-    """The Grace's transport, bound to the toolkit of Keras's backend."""
+    """The Grace's transport, bound to TensorFlow."""
     from grace.keras.broadcast import transport_of
+    from grace.tensorflow.variables import TOOLKIT
 
-    return transport_of(toolkit("grace.factorize"), grace)
+    return transport_of(TOOLKIT, grace)
 
 
 def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
     """Copy worker 0's values of the named variables to all workers."""
-    from grace.keras.broadcast import broadcast_variables
+    from grace.tensorflow import broadcast_variables
 
     wanted = set(names)
     if added := [v for v in model.trainable_variables if v.path in wanted]:
@@ -316,11 +316,12 @@ def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
     """Rebuild the Grace for the model's new variables; if it drove ``old``, let it drive ``new``. Returns ``new``."""
     from grace.keras.names import names_for
     from grace.keras.optimizer import DistributedOptimizer, release
+    from grace.tensorflow.variables import TOOLKIT
 
     driven = hasattr(old, "_grace")
     if driven:
         release(old)
     variables = model.trainable_variables
     grace.claimed.clear()
-    grace.rebuild(zip(names_for(toolkit("grace.factorize"), grace, variables), variables, strict=True))
+    grace.rebuild(zip(names_for(TOOLKIT, grace, variables), variables, strict=True))
     return DistributedOptimizer(new, grace) if driven else new

@@ -135,15 +135,11 @@ with warnings.catch_warnings(record=True) as caught:
     net.fit(*data(rank), BATCH, verbose=0, callbacks=[grace.keras.BroadcastCallback(0)])
 found["warned"] = any("no gradient of this model was averaged" in str(each.message) for each in caught)
 
-# Pufferfish: dense layers give way to factors, which are equal on all workers, and the same Grace averages them.
-net, optimizer = network(), keras.optimizers.SGD(0.1)
-grc = grace.grace_from_params(TOPK)
-train(net, optimizer, grc, rank, epochs=1)
-warmup = WarmUp(1, keep_first=0, keep_last=False, min_numel=0)
-net, new = warmup.switch(net, optimizer, lambda model: keras.optimizers.SGD(0.1))
-started, counts = weights(net), (warmup.plan.parameters, warmup.plan.parameters_after)
-losses = train(net, new, None, rank, epochs=4)
-found["factorised"] = (started, weights(net), losses, counts, grc.names == [v.path for v in net.trainable_variables])
+# Pufferfish changes layers in place, which this backend does not allow.
+try:
+    WarmUp(1, keep_first=0, min_numel=0).switch(network(), keras.optimizers.SGD(0.1), keras.optimizers.SGD)
+except RuntimeError as error:
+    found["factorised"] = str(error)
 
 # A keras.distribution, which would average gradients in addition to GRACE.
 grc = grace.grace_from_params(TOPK)

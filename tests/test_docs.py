@@ -14,6 +14,7 @@ import pytest
 from launch import free_port, launcher, run
 
 import grace
+from grace.bench.tasks import plan
 from grace.cli.methods import BEGIN
 from grace.core import name_of
 from grace.core.registry import communicators, compressors, memories
@@ -146,9 +147,9 @@ def test_the_choice_of_methods_is_that_of_the_stored_results():
         loss = (dense[row["task"]] - row["quality"]) / dense[row["task"]] * (1 if row["higher"] else -1)
         bytes_of.setdefault(row["method"], {})[row["task"]] = row["bytes_sent"]
         out |= {row["method"]} if loss > 0.05 else set()
-    best = min(bytes_of.keys() - out, key=lambda method: sum(bytes_of[method].values()))
-    name, _, settings = best.partition(":")
-    assert {"compressor": name, **{key: int(value) for key, value in [settings.split("=")]}} == BEGIN
+    sums = {method: sum(each.values()) for method, each in bytes_of.items() if method not in out}
+    (begin,) = (m for m in sums if plan.Job("image", "torch", 2, m, ()).params == BEGIN)
+    assert sums[begin] < 1.01 * min(sums.values())  # there may be several of as many bytes
     assert json.dumps(BEGIN) in (ROOT / "README.md").read_text()
 
 

@@ -55,7 +55,6 @@ class Setup:
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         self.ways: list[Way] = []
-        """The method and communicator at each policy level."""
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -64,7 +63,6 @@ class Setup:
         self.step: Any = None
         """Number of steps made: a cell of the backend, or a `Counter`; None before there are tensors."""
         self.offload: WorkerPool | None = None
-        """The thread pool of strategies that compress on the CPU; None if there are none."""
         self.track_missing = False
         self.defer_commit = False
         self.learning_rate: Callable[[str], Any] | None = None

@@ -374,8 +374,7 @@ class Launcher:
         self._xp, self._give_up = xp, give_up
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # Run on the tensors' own device, which may not be the current one. In the interpreter, NumPy would warn of NaN
-        # and infinity.
+        # Run on the tensors' own device, which may not be the current one; the interpreter's NumPy warns of infinity.
         device = self._xp.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):

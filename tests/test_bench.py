@@ -104,6 +104,7 @@ def measured(bench):
 LABELS = {"topk", "topk:compress_ratio=0.1", "efsignsgd:block_size=512", "nearest4"}
 
 
+@pytest.mark.slow
 def test_every_case_has_a_record_in_every_configuration(measured):
     found, _ = measured
     keys = [(record["label"], record["allocator"]) for record in found["records"]]
@@ -214,6 +215,7 @@ def test_errors_name_the_remedy(arguments, words):
     assert words in re.sub(r"[│\s]+", " ", done.output)
 
 
+@pytest.mark.slow
 def test_what_fails_is_left_out_with_its_reason_and_the_rest_is_measured(bench):
     names = ("dies", "topk", "hangs", "raises", "powersgd")
     quick = ("--sizes", "10007", "--threads", "1", "--allocator", "asis", "--rounds", "3", "--no-memory")
@@ -229,6 +231,7 @@ def test_what_fails_is_left_out_with_its_reason_and_the_rest_is_measured(bench):
         assert reason.split(".")[0] in re.sub(r"\s+", " ", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_call_for_which_three_rounds_do_not_fit_is_measured_once_and_marked(bench):
     found, done = bench("topk", "--backend", "numpy", "--allocator", "asis", *QUICK[:-2], "0", "--no-memory")
     (record,) = found["records"]
@@ -333,6 +336,7 @@ def device(monkeypatch):
     return asked
 
 
+@pytest.mark.slow
 def test_a_device_is_waited_for_and_named(device, monkeypatch):
     def messages(job, *_):
         said = []
@@ -442,6 +446,7 @@ class ResidualMemory:
 }
 
 
+@pytest.mark.slow
 def test_a_peer_is_measured_in_the_same_run(bench, tmp_path):
     pytest.importorskip("torch")
     for name, text in PEER.items():
@@ -515,6 +520,7 @@ def test_targets_are_checked_against_what_was_measured():
     assert "not measured" in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_chart_is_drawn(measured, tmp_path):
     pytest.importorskip("matplotlib")
     results = kernels.Results(measured[0]["machine"], records=measured[0]["records"])
@@ -522,6 +528,7 @@ def test_a_chart_is_drawn(measured, tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_forms_of_a_method_are_measured_beside_each_other(monkeypatch):
     torch = pytest.importorskip("torch")
     from grace.bench.subjects import Bench, Ours

@@ -389,6 +389,7 @@ def test_advise_is_readable_in_80_columns(files):
     assert all(re.fullmatch(r"[\d.]+x", row[3]) for row in rows)
 
 
+@pytest.mark.slow
 def test_methods_and_plans_are_readable_in_80_columns(files):
     lines = lines_of(run("methods", columns=80).stdout)
     row = next(line for line in lines if line.startswith("topk "))

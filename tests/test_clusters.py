@@ -38,6 +38,7 @@ def messages():
     return {text_of(node) for tree in trees for node in ast.walk(tree)} - {""}
 
 
+@pytest.mark.slow
 def test_every_message_of_the_page_is_in_the_source():
     rows = re.findall(r"^\| `(.+?)` \| ", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(rows) > 50

@@ -71,6 +71,7 @@ def test_what_is_taken_silently_and_what_is_odd_is_counted():
     assert "input 0: KeyError('key') at test_fuzz.py" in found.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_an_input_that_kills_or_holds_a_process_costs_that_input_alone():
     deaths = sum(random.Random(f"0 dies {number}").random() < 0.2 for number in range(30))

@@ -110,6 +110,7 @@ def test_cases_have_names_of_their_own_and_ours_are_valid():
             make({**case.params, **one}, transport="local")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_rounds_are_those_that_follow_one_another():
     matrix = {"w": spread(512, 512)}

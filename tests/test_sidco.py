@@ -254,6 +254,7 @@ def accuracy(label, ratio):
     return np.mean([run.accuracy for run in trained(label, ratio)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_training_keeps_the_ratio_and_the_accuracy(ratio):
     assert 0.8 <= np.mean(kept("SIDCo-P robust", ratio)) <= 1.25
@@ -272,6 +273,7 @@ def test_it_is_steadier_than_one_small_sample_but_not_than_ours():
     assert width("DGC sampling") < width("SIDCo-P robust")
 
 
+@pytest.mark.slow
 def test_one_stage_fails():
     assert np.mean(kept("SIDCo-P one stage", 0.001)) < 0.2
     assert accuracy("SIDCo-P one stage", 0.001) < accuracy("SIDCo-P robust", 0.001) - 0.1

@@ -382,6 +382,7 @@ def test_keras_computes_as_torch(settings):
         np.testing.assert_allclose(dx.numpy(), x.grad.numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras with NumPy 2, when it saves
 def test_a_keras_layer_is_saved_and_trained(tmp_path):
     keras = pytest.importorskip("keras")

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -93,15 +93,16 @@ def tasks(
         toolkits = _present(toolkits)
     lacks = ["not --loopback"] if loopback else network.missing()
     rates = _rates(bandwidth)
-    common = {
-        "bandwidths": (plan.AS_IS,) if full else (plan.LOOPBACK,) if lacks else rates,
+    if full or lacks:
+        rates = (plan.AS_IS,) if full else (plan.LOOPBACK,)
+    common: dict[str, Any] = {
         "full": full,
         "data": str(data.resolve()) if data else "",
         "steps": steps,
     }
     names, methods = listed(",".join(task or TASKS), tuple(every_task()), "--task"), _methods(method or [], full)
     counts = numbers(workers, "--workers")
-    jobs = [job for seed in range(seeds) for job in plan.jobs(names, methods, toolkits, counts, **common, seed=seed)]
+    jobs = [job for seed in range(seeds) for job in plan.jobs(names, methods, toolkits, counts, rates, **common, seed=seed)]
     console = Console(stderr=True)
     left_out: list[str] = []
     if not (collect or show_only):

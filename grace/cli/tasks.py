@@ -102,7 +102,8 @@ def tasks(
     }
     names, methods = listed(",".join(task or TASKS), tuple(every_task()), "--task"), _methods(method or [], full)
     counts = numbers(workers, "--workers")
-    jobs = [job for seed in range(seeds) for job in plan.jobs(names, methods, toolkits, counts, rates, **common, seed=seed)]
+    chosen = names, methods, toolkits, counts, rates
+    jobs = [job for seed in range(seeds) for job in plan.jobs(*chosen, **common, seed=seed)]
     console = Console(stderr=True)
     left_out: list[str] = []
     if not (collect or show_only):

@@ -92,10 +92,7 @@ def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
     Of those that exchange gradients in every step, and that a user names.
     """
     named = (line for line in found if line["method"].partition(":")[0] not in (AUTO, *PRESETS))
-    best: dict[str, Any] = min(
-        (line for line in named if line["worst"] <= limit),
-        key=lambda line: line["bytes"],
-    )
+    best: dict[str, Any] = min((line for line in named if line["worst"] <= limit), key=lambda line: line["bytes"])
     return best
 
 
@@ -162,12 +159,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     parts = [about]
     best = [(limit, choice(found, limit)) for limit in LIMITS]
     body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
-    parts.append(
-        _table(
-            ["worse by at most", "begin with", "bytes on the wire, relative to dense"],
-            body,
-        )
-    )
+    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, relative to dense"], body))
     parts.append(
         "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better). "
         f"{_noise(found, seeds)}".rstrip()

@@ -15,8 +15,7 @@ def toolkit_of(model: Any) -> Any:
     roots = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
     for name in ("keras", "torch"):  # Keras first: on its PyTorch backend its layers are modules too
         if name in roots:
-            backend = importlib.import_module("keras").backend.backend() if name == "keras" else "tensorflow"
-            if backend != "tensorflow":
+            if name == "keras" and (backend := importlib.import_module("keras").backend.backend()) != "tensorflow":
                 raise RuntimeError(
                     f"Keras runs on {backend}, where layers cannot change in place: set KERAS_BACKEND=tensorflow, or "
                     "factorise a torch.nn.Module"

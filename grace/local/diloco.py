@@ -291,7 +291,7 @@ class DiLoCo:
     def check_state(self, *states: State, lost: bool = False) -> None:
         """Raise ValueError, naming the difference, for states that `load_state_dict` cannot load."""
         check_states(states, self.settings, {name: each.shape for name, each in self._model.tensors.items()}, lost)
-        self.grace.check_state(*_graces(states), lost=lost)
+        self.grace.check_state(*(_graces(states) if lost else (state["grace"] for state in states)), lost=lost)
 
     def load_state_dict(self, *states: State) -> None:
         """Continue from this worker's `state_dict`, or, for another number of workers, those of all former workers.

@@ -122,9 +122,11 @@ def _last(row: Row) -> float | None:
 
 def _mean(curves: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[int, float | None]]:
     # The mean quality over the seeds at each evaluation.
-    looks = ([quality for _, quality in look] for look in zip(*curves, strict=False))
-    steps = [step for step, _ in curves[0]] if curves else []
-    return [(step, None if None in look else statistics.mean(look)) for step, look in zip(steps, looks, strict=False)]
+    found: list[tuple[int, float | None]] = []
+    for looks in zip(*curves, strict=False):
+        qualities = [quality for _, quality in looks]
+        found.append((looks[0][0], None if None in qualities else statistics.mean(qualities)))
+    return found
 
 
 def _look(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:

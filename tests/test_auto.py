@@ -331,6 +331,27 @@ def _ways(params, workers):
     return grace_from_params(params, LocalTransport(World(workers), 0))._setup.ways
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
+def test_a_tensor_is_uncompressed_only_at_the_levels_that_do_not_apply_to_it(backend):
+    given = gradients(4 * TRIAL)
+    candidates = [{"compressor": "eden", "bits": 4}, "topk", "powersgd"]  # powersgd compresses no vector
+    out = simulate({**AUTO, "candidates": candidates}, given, backend)
+    means = [step[0]["v"] for step in out.history]
+    exact = [sum(worker["v"] for worker in workers) / 2 for workers in given]
+    errors = [np.abs(mean - wanted).max() for mean, wanted in zip(means, exact, strict=True)]
+    compressed, powersgd = range(1 + TRIAL, 1 + 3 * TRIAL), range(1 + 3 * TRIAL, 4 * TRIAL)
+    assert min(errors[step] for step in compressed) > 1e-3
+    assert errors[powersgd[0]] > 1e-3  # sends what topk held back
+    assert max(errors[step] for step in powersgd[1:]) < 1e-6
+    (tensor,) = (tensor for tensor in out.report.tensors if tensor.name == "v")
+    assert [level["compressor"] for _, level in tensor.levels] == ["none", "eden", "topk", "none"]
+    assert "'powersgd' does not apply to shape [2000]" in tensor.reason
+    alone = simulate({**AUTO, "candidates": ["powersgd"]}, given[:3], backend).report
+    (tensor,) = (tensor for tensor in alone.tensors if tensor.name == "v")
+    assert (tensor.method, tensor.levels) == ("dense", [])
+    assert "does not apply" in tensor.reason
+
+
 def test_a_candidate_alone_gives_what_the_method_gives():
     given = gradients(1 + 3 * TRIAL)
     auto = simulate({**AUTO, "candidates": ["topk"]}, given)
@@ -374,7 +395,7 @@ def test_a_dense_trial_is_the_plain_mean_in_one_message():
     for step, workers in enumerate(given):
         for name in SHAPES:
             np.testing.assert_allclose(out.history[step][0][name], (workers[0][name] + workers[1][name]) / 2, rtol=1e-6)
-    samples = 3 * 4 * len(positions("w", 60 * 50))
+    samples = 3 * 4 * (len(positions("w", 60 * 50)) + len(positions("v", 2000)))
     assert out.report.bytes_sent == out.report.bytes_dense + samples
 
 
@@ -471,45 +492,49 @@ class Turns(Auto):
 
     def on_trial_end(self, decision, workers, seconds, noise=None):
         level = (decision.levels["w"] + 1) % len(self.levels(None))
-        return replace(decision, levels={"w": level})
+        return replace(decision, levels=dict.fromkeys(decision.levels, level))
 
 
 @pytest.mark.parametrize("again", [0, 4, 5, 7])
 def test_nothing_is_lost_where_levels_follow_in_any_order(again):
-    # Levels dense, flush, two stages, one round, none, two stages. ``again``: a state of that step is loaded later.
+    # Levels dense, flush, two stages, one round (for "v" exact), none, two stages. ``again``: a state of that step is
+    # loaded later.
     sparse = {"compressor": "topk", "compress_ratio": 0.05}
     turns = Turns(candidates=(sparse, "powersgd", "none", {"compressor": "efsignsgd", "block_size": 512}))
-    world = World(4)
+    world, sizes = World(4), {"w": 3000, "v": 2000}
     graces = [grace_from_params({"compressor": "none", "policy": turns}, LocalTransport(world, r)) for r in range(4)]
     for grc in graces:
-        grc.build({"w": np.zeros((60, 50), np.float32)})
-    saved, total = [], np.zeros(3000)
+        grc.build({name: np.zeros(SHAPES[name], np.float32) for name in sizes})
+    saved, total = [], {name: np.zeros(size) for name, size in sizes.items()}
 
     def finished(flights):
         while [flight for flight in flights if not flight.advance()]:
             pass
 
-    def step(worker):
-        """What the mean has beyond the gradients' mean."""
-        for grc, gradient in zip(graces, worker, strict=True):
-            grc.launch({"w": gradient["w"]})
+    def step(workers):
+        # Add to the totals what the means have beyond the gradients' means.
+        for grc, gradient in zip(graces, workers, strict=True):
+            grc.launch({name: gradient[name] for name in sizes})
         finished(graces)
         for grc in graces:
             grc.land()
         finished([grc.tuning() for grc in graces])
-        means = [grc.mean("w") for grc in graces]
-        return (means[0] - sum(each["w"] for each in worker) / 4).reshape(-1)
+        for name in sizes:
+            means = [grc.mean(name) for grc in graces]
+            total[name] += (means[0] - sum(each[name] for each in workers) / 4).reshape(-1)
 
-    for worker in gradients(10, workers=4):
-        total += step(worker)
-        saved.append(([grc.state_dict() for grc in graces], total.copy()))
+    for workers in gradients(10, workers=4):
+        step(workers)
+        saved.append(([grc.state_dict() for grc in graces], {name: x.copy() for name, x in total.items()}))
     if again:
         states, total = saved[again]
         for grc, state in zip(graces, states, strict=True):
             grc.load_state_dict(state)
-    for worker in gradients(13, workers=4):
-        total += step(worker)
-        np.testing.assert_allclose(total + held([grc.state_dict() for grc in graces], "w", 3000), 0, atol=5e-4)
+    for workers in gradients(13, workers=4):
+        step(workers)
+        for name, size in sizes.items():
+            kept = held([grc.state_dict() for grc in graces], name, size)
+            np.testing.assert_allclose(total[name] + kept, 0, atol=5e-4)
 
 
 # -- what it was measured by -------------------------------------------------------------------------------------------

@@ -71,6 +71,9 @@ class Policy(ABC):
     """Whether the policy decides on ``micro_steps``."""
     switches_methods: ClassVar[bool] = False
     """Whether levels are whole methods, each with its memory and communicator."""
+    exact: ClassVar[int | None] = None
+    """The level, with exact means, that replaces a level whose method does not apply to a tensor; None: a tensor is
+    compressed only if the methods of all levels apply to it."""
     measures_noise: ClassVar[bool] = False
     """Whether `on_trial_end` receives the noise that the exchange added to the means."""
 

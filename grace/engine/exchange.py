@@ -119,7 +119,7 @@ class Exchange:
         for unit, x in flat.items():
             level = levels[unit]
             if not setup.plain(unit, level):
-                way = setup.ways[level]
+                way = setup.ways.at(unit.name, level)
                 log = setup.store.rollback_log(unit) if xp.mutable else None
                 elsewhere = setup.offload is not None and unit.name in setup.offload.units
                 workspace = Workspace(log, None if elsewhere else deferred, setup.options.compile)

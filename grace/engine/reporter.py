@@ -38,7 +38,7 @@ class Reporter:
         """The report. ``norms``: add the norms of residuals, which takes a pass over them and waits for a device."""
         setup = self._setup
         units = setup.table.units
-        leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
+        leading = next((setup.ways[setup.level(unit)] for unit in units if not unit.dense), setup.ways[0])
         parts = (leading.method.compressor, leading.method.memory, leading.communicator)
         method = " + ".join(name_of(part) for part in parts)
         exchange = leading.choice and f"{name_of(leading.communicator)}: {leading.choice}"
@@ -69,7 +69,8 @@ class Reporter:
     def _tensor(self, unit: Unit, traffic: Any, residual: float | None) -> TensorReport:
         setup = self._setup
         untold = UNTOLD if setup.store.switches and setup.schedule is not None and not setup.schedule.told else ""
-        reasons = [unit.dense or untold, *(self.notes.get(tensor.name) for tensor in unit.tensors)]
+        refused = setup.ways.refused(unit.name, setup.level(unit))
+        reasons = [unit.dense or untold or refused, *(self.notes.get(tensor.name) for tensor in unit.tensors)]
         way = setup.way(unit)
         compressor = name_of(way.communicator.method(way.method, unit.name).compressor)
         return TensorReport(
@@ -88,7 +89,9 @@ class Reporter:
         schedule = self._setup.schedule
         if schedule is None or unit.dense:
             return []
-        return [(epoch, dict(schedule.levels[level])) for epoch, level in schedule.history[unit.name]]
+        ways = self._setup.ways
+        history = ((epoch, ways.level(unit.name, level)) for epoch, level in schedule.history[unit.name])
+        return [(epoch, dict(schedule.levels[level])) for epoch, level in history]
 
     def _trials(self) -> dict[str, Any]:
         schedule = self._setup.schedule

@@ -18,19 +18,18 @@ from grace.core.policy import Policy
 from grace.core.version import VERSION
 from grace.engine.buckets import Tensor, Unit, layout
 from grace.engine.compiled import uncompiled
-from grace.engine.encoders import FastMethod
 from grace.engine.handshake import agree
+from grace.engine.levels import Way, Ways
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
 from grace.engine.probe import NoiseProbe
 from grace.engine.scheduler import WorkerPool
-from grace.engine.state_store import Snapshot, StateStore, Way, residual_layout
+from grace.engine.state_store import Snapshot, StateStore
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
 from grace.engine.workspace import Workspace
 from grace.transports import get_transport
-from grace.transports.local import LocalTransport, World
 
 PRESENT = "(present)"
 """The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
@@ -54,7 +53,7 @@ class Setup:
         self.unresolved = communicator
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
-        self.ways: list[Way] = []
+        self.ways = Ways(None if policy is None else policy.exact)
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -81,7 +80,7 @@ class Setup:
         for each, _ in self._methods:
             each.check()
         if transport is None:
-            self._resolve(None)
+            self.ways.resolve(self._methods, None, options)
         else:
             self.join(transport)
 
@@ -112,7 +111,7 @@ class Setup:
 
     def join(self, transport: Transport) -> Transport:
         """Set the transport, and resolve the communicator for its workers."""
-        self._resolve(transport)
+        self.ways.resolve(self._methods, transport, self.options)
         self._transport = transport
         return transport
 
@@ -137,25 +136,6 @@ class Setup:
     @property
     def _methods(self) -> Sequence[tuple[Method, Communicator]]:
         return [(self.method, self.unresolved)] if self.schedule is None else self.schedule.ways
-
-    def _resolve(self, transport: Transport | None) -> None:
-        # Before the workers are known, resolve communicators for any number of them.
-        ways = []
-        for method, communicator in self._methods:
-            carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
-            fitted = communicator.resolve(method, carrier)
-            fitted.check(method, carrier.size)
-            if fitted.reduce_scatters and self.options.fuse != "tensor":
-                raise ValueError(
-                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
-                    f"not {self.options.fuse!r}"
-                )
-            parts = (method.compressor, method.memory, fitted)
-            encoder = FastMethod(method.compressor, method.memory)
-            plain = [name_of(part) for part in parts] == ["none", "none", "allreduce"]
-            choice = communicator.choice(method, carrier)
-            ways.append(Way(method, encoder, fitted, plain, residual_layout(method, fitted), choice))
-        self.ways[:] = ways
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def bind(self, xp: Backend) -> None:
@@ -200,7 +180,9 @@ class Setup:
             self.reset_meter()
         for unit in units:
             ctx = self.context(unit, 0)
-            ways = self.ways[:1] if unit.dense else self.ways
+            if not unit.dense:
+                self.ways.add(unit.name, ctx)
+            ways = self.ways[:1] if unit.dense else self.ways.of(unit.name)
             memories = (way.method.memory.init_dense(ctx) for way in ways)
             states = memories if unit.dense else (way.communicator.init(way.method, ctx) for way in ways)
             self.store.add(unit, list(states))
@@ -218,9 +200,7 @@ class Setup:
         self.meter.extend([PRESENT] if self.probe is None else [PRESENT, SAMPLE])
 
     def _refusal(self, ctx: Context) -> str:
-        ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
-        refusing = (way for way in self.ways if not way.communicator.applies(way.method, ctx))
-        return next((way.communicator.reason(way.method, ctx) for way in refusing), "")
+        return self.ways.refusal(replace(ctx, rank=self.rank, world_size=self.world_size))
 
     def _lossless(self, name: str) -> bool:
         methods = [way.communicator.method(way.method, name) for way in self.ways]
@@ -250,7 +230,7 @@ class Setup:
         points = [
             point
             for unit in self.table.compressed()
-            for way in self.ways
+            for way in self.ways.of(unit.name)
             for point in way.communicator.compression_points(way.method, self.context(unit, 0)).values()
         ]
         reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
@@ -277,15 +257,15 @@ class Setup:
 
     def way(self, unit: Unit) -> Way:
         """The method and communicator of a unit at its current policy level."""
-        return self.ways[self.level(unit)]
+        return self.ways.at(unit.name, self.level(unit))
 
     def plain(self, unit: Unit, level: int) -> bool:
         """Whether a unit travels in its bucket's single dense message."""
-        return unit.dense != "" or self.ways[level].dense
+        return unit.dense != "" or self.ways.at(unit.name, level).dense
 
     def wire_dtype(self, unit: Unit, level: int) -> str:
         """The wire dtype of a unit that is averaged uncompressed."""
-        lossless = unit.lossless or self.ways[level].method.compressor.traits.lossless
+        lossless = unit.lossless or self.ways.at(unit.name, level).method.compressor.traits.lossless
         return unit.wire if lossless else unit.dtype
 
     def context(self, unit: Unit, step: Any, workspace: Workspace | None = None) -> Context:

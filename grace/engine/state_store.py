@@ -8,41 +8,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grace.backends import Backend
-from grace.core import Array, Context, Resize, State, apart, name_of, sharding
-from grace.core.communicator import Communicator
-from grace.core.method import Method
+from grace.core import Array, Context, Resize, State, apart, name_of
 from grace.engine.buckets import Unit
-from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import DeferredResidual
+from grace.engine.levels import Way, Ways
 from grace.engine.policy_runner import Schedule
 from grace.engine.reshard import CARRIED, Points, parsed, sharing
 
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""
-
-
-class Way(NamedTuple):
-    """A tensor's method and communicator at one policy level; without a policy there is one level."""
-
-    method: Method
-    encoder: FastMethod
-    """The fast version of the method."""
-    communicator: Communicator
-    dense: bool
-    """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
-    layout: str = ""
-    """Describes where residuals are stored (`residual_layout`); empty: on each worker, for whole tensors."""
-    choice: str = ""
-    """Why the communicator was chosen; empty if it was named."""
-
-
-def residual_layout(method: Method, communicator: Communicator) -> str:
-    """The text for `Way.layout`. If it is equal for two ways, their residuals have the same keys and shapes."""
-    compressor = method.compressor
-    if not method.memory.feedback or type(communicator).compression_points is Communicator.compression_points:
-        return ""
-    shards = "rows" if compressor.traits.needs_shape else sharding.unit(compressor)
-    return repr((communicator, method.memory, shards, sharding.cuttable(compressor)))
 
 
 class Fitted(NamedTuple):
@@ -99,7 +73,7 @@ class StateStore:
     `rollback_log` records where. `commit` decides which one stays; `rollback` restores all previous residuals.
     """
 
-    def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
+    def __init__(self, ways: Ways, schedule: Schedule | None):
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
         self._cells: dict[str, list[Cells]] = {}  # each unit's state, by unit and level
@@ -124,12 +98,12 @@ class StateStore:
 
     def strategy(self, unit: Unit, level: int) -> str:
         """The strategy of a unit in a plan; empty without a plan."""
-        return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
+        return "" if unit.dense else self._ways.at(unit.name, level).communicator.strategy(unit.name)
 
     def _layout(self, unit: Unit, level: int) -> str:
         # Levels with equal layouts share the state that outlasts a change of level. Between different layouts, the
         # residual is carried to the next gradient.
-        return self._ways[level].layout if self.switches else self.strategy(unit, level)
+        return self._ways.at(unit.name, level).layout if self.switches else self.strategy(unit, level)
 
     def _alike(self, unit: Unit, level: int) -> list[Cells]:
         # The existing cells of all levels with the same layout as this one.
@@ -139,7 +113,7 @@ class StateStore:
 
     def strategies(self, levels: Mapping[str, int], names: Iterable[str]) -> dict[str, str]:
         """Strategies by name, including those of dense units; omits units without a plan."""
-        each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in names}
+        each = {name: self._ways.at(name, levels.get(name, 0)).communicator.strategy(name) for name in names}
         return {name: text for name, text in each.items() if text}
 
     # -- units ------------------------------------------------------------------------------------------------------
@@ -155,7 +129,7 @@ class StateStore:
 
     def _made(self, unit: Unit, level: int, state: State) -> Cells:
         # State that outlasts a change of level is shared with the earlier levels of the same layout.
-        xp, cells, way, before = self.xp, {}, self._ways[level], self._alike(unit, level)
+        xp, cells, way, before = self.xp, {}, self._ways.at(unit.name, level), self._alike(unit, level)
         for number, (key, value) in enumerate(state.items()):
             old = next((held[key] for held in before if key in held), None)
             if before and _lasting(key, way) and not (old is None and self.switches):
@@ -276,7 +250,7 @@ class StateStore:
         if elsewhere:
             self._carry(unit, before, ctx)
         for key, value in state.items():
-            if elsewhere or not _lasting(key, self._ways[level]):
+            if elsewhere or not _lasting(key, self._ways.at(unit.name, level)):
                 self._cells[unit.name][level][key].assign(self.xp.buffers.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
@@ -306,7 +280,7 @@ class StateStore:
 
         A dense unit has one point, which holds only the memory's state.
         """
-        way = self._ways[level]
+        way = self._ways.at(unit.name, level)
         if self.switches and not way.layout:  # all levels share one memory
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
@@ -326,8 +300,8 @@ class StateStore:
         held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
         if self.switches:
             for unit, cells in self._cells.items():
-                layout = self._ways[levels.get(unit, 0)].layout
-                pairs = [(way, each) for way, each in zip(self._ways, cells, strict=False) if way.layout == layout]
+                layout, ways = self._ways.at(unit, levels.get(unit, 0)).layout, self._ways.of(unit)
+                pairs = [(way, each) for way, each in zip(ways, cells, strict=False) if way.layout == layout]
                 lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
@@ -335,9 +309,9 @@ class StateStore:
     def load(self, fitted: Iterable[Fitted]) -> None:
         """Replace the state with these arrays."""
         xp = self.xp
-        for levels in self._cells.values() if self.switches else ():
+        for unit, levels in self._cells.items() if self.switches else ():
             # Zero the lasting state of all levels first: the checkpoint may have none for levels of another layout.
-            for way, cells in zip(self._ways, levels, strict=False):
+            for way, cells in zip(self._ways.of(unit), levels, strict=False):
                 for cell in (cell for key, cell in cells.items() if _lasting(key, way)):
                     cell.assign(xp.zeros(xp.shape(cell.read()), xp.dtype(cell.read())))
         for unit, key, cell, array in fitted:

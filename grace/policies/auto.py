@@ -109,6 +109,7 @@ class Auto(Policy):
     watch_steps: int = 100
     margin: float = 0.03
     switches_methods: ClassVar[bool] = True
+    exact: ClassVar[int | None] = FLUSH
     measures_noise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ AUTO = {
     "trial_steps": 2,
     "candidates": ["topk", {"compressor": "efsignsgd", "block_size": 512}, "powersgd"],
 }
-TRIAL = 4  # steps: the decision, a warm-up, two timed ones
+TRIAL = 3  # steps: one untimed, two timed
 STEPS = 1 + 4 * TRIAL + 4
 
 
@@ -383,8 +383,8 @@ def test_noise_is_measured_only_where_it_is_used(candidate, chosen, backend, clo
     assert grc.schedule.level("w") == chosen
     trials = 1 + 2 * TRIAL  # of dense gradients and the candidate
     assert set(range(trials)) <= measured
-    # Intervals of 10, 20, 30 and 30 steps, each after two others, of which the last ten are measured.
-    ends = [trials + 12, trials + 34, trials + 66]
+    # Intervals of 10, 20, 30 and 30 steps, each after an untimed one, of which the last ten are measured.
+    ends = [trials + 11, trials + 32, trials + 63]
     wanted = {4: {step for end in ends for step in range(end - 10, end)}, 0.6: {*range(trials, ends[-1])}, None: set()}
     found = {step for step in measured if trials <= step < ends[-1]}
     assert found == wanted[None if chosen == DENSE else [*candidate.values()][-1]]

@@ -106,7 +106,7 @@ class Policy(ABC):
         """
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        """Number of steps to time now, after two untimed ones; 0: decide after this step; None: no trial."""
+        """Number of steps to time now, after an untimed one; 0: decide after this step; None: no trial."""
         return None
 
     def on_trial_end(

@@ -177,7 +177,7 @@ class Schedule:
         wanted = self.policy.trial(self.decision, workers)
         if wanted is None:
             return False
-        last = len(self._moments) >= wanted + 2 - MEASURED  # two untimed steps come first
+        last = len(self._moments) >= wanted + 1 - MEASURED  # an untimed step comes first
         return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
 
     def trial_over(self, step: int, workers: int) -> bool:
@@ -187,15 +187,15 @@ class Schedule:
             return False
         self._told = step
         self._moments.append((perf_counter(), step))
-        if self.probe is not None and len(self._moments) == 2:
-            self.probe.reset()  # like times, noise is measured only after two steps
-        return len(self._moments) > (wanted and wanted + 1)
+        if self.probe is not None and len(self._moments) == 1:
+            self.probe.reset()  # like times, noise is measured only after the first step
+        return len(self._moments) > wanted
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
         """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Skip two steps: one that began before the trial, and one for warm-up.
-        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments[1:])]
+        # Skip the first step: it may have begun before the trial, and warms up the new level.
+        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
         mine = statistics.median(steps) if steps else 0.0
         wanted = [Reduce((xp.asarray([mine], "float32"),), "max")]
         if self.probe is not None:

@@ -98,7 +98,7 @@ class Auto(Policy):
     communicator and their parameters). Their memory is "residual" or "none". None: `CANDIDATES`, and with effort "fast"
     `COARSE`, too.
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.1 or 2.
-    ``trial_steps``: timed steps per method, after two untimed ones; their median counts.
+    ``trial_steps``: timed steps per method, after an untimed one; their median counts.
     ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
     ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
     """

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from grace import local
 from grace.bench.lab import Loopback
 from grace.bench.lab.launch import Outcome
-from grace.bench.tasks import cluster, data, plan, results, run, show, worker
+from grace.bench.tasks import cluster, data, figures, plan, results, run, show, worker
 from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
 from grace.bench.tasks.worker import Worker
@@ -554,6 +554,31 @@ def test_auto_has_a_line_for_each_bandwidth(rows):
     assert "trials included" not in show.markdown(rows)
     assert {row["bandwidth"] for row in results.results(found) if row["method"] == "auto"} == {"100mbit", "1gbit"}
     assert set(show.plots([*rows, *more])) == {"throughput", "volume", "time"}
+
+
+def test_predictions_are_compared_with_measurements(rows):
+    head = {**rows[2], "method": "auto", "trained_at": "1gbit", "clock": [1.0, 2.0, 3.0]}
+    predicted = {"none": 0.06, "topk": 0.2, "randomk": 0.1, "eden, bits=4": 0.1}  # the last was not trained alone
+    both = [{**head, "seed": 0, "predicted": predicted}, {**head, "seed": 1, "predicted": {**predicted, "topk": 0.4}}]
+    found = figures.predictions(show.lines([*rows, *both]))
+    # Dense reached its quality after 40 steps of 0.05 s, topk after 60 of 0.09 s, randomk never.
+    assert sorted(found) == [pytest.approx((2.4, 2.0)), (pytest.approx(4.0), None), pytest.approx((12.0, 5.4))]
+    assert "rank correlation" not in show.markdown([*rows, *both])  # of two pairs
+    words = [{**row, "task": "lstm", "curve": [[20, 900.0], [40, 45.0], [60, 40.0]]} for row in both]
+    assert "rank correlation 1.00 over 3 trainings" in show.markdown([*rows, *both, *words])
+
+
+@pytest.mark.parametrize(
+    "pairs, wanted",
+    [
+        ([(1, 10), (2, 20), (4, 500)], 1.0),
+        ([(1, 3), (2, 2), (3, 1)], -1.0),
+        ([(1, 2), (2, 1), (3, 3)], 0.5),
+        ([(1, 1), (1, 2), (3, 3)], 3**0.5 / 2),  # two equal values
+    ],
+)
+def test_rank_correlation_is_spearmans(pairs, wanted):
+    assert figures.rank_correlation(pairs) == pytest.approx(wanted)
 
 
 def test_a_target_that_is_not_fixed_follows_dense(rows):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grace.bench.lab.network import bits_per_second
-from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK
+from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK, level
 from grace.bench.tasks.results import interval
 from grace.bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
 from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
+from grace.engine.report import leveled
 from grace.local import PRESETS
 
 GROUP = ("task", "toolkit", "workers", "scale", "steps", "real")
@@ -70,6 +71,7 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
         line["curves"] = [row["curve"] for row in trained]
         line["clocks"] = [row["clock"] for row in trained] if at else []
         line["chosen"] = [row["chosen"] for row in trained if "chosen" in row]
+        line["predicted"] = [row["predicted"] for row in trained if "predicted" in row]
         clocks = {}
         curve = _mean(line["curves"])
         for key, goal in (("to_target", target), ("to_relative", relative)):
@@ -180,6 +182,35 @@ def choices(found: Sequence[Row]) -> list[str]:
     ]
 
 
+def predictions(found: Sequence[Row]) -> list[tuple[float, float | None]]:
+    """Predicted and measured seconds to the quality of dense less the tolerance, for each candidate that "auto" tried.
+
+    Only for candidates that were trained on their own, too. Predicted: dense's steps times the candidate's seconds per
+    effective step, averaged over seeds. Measured: None if the candidate did not get there.
+    """
+    pairs = []
+    for group in grouped(found):
+        alone = {leveled(level(line["method"])): line for line in group if not line["trained_at"]}
+        steps = alone["none"]["to_relative"] if "none" in alone else None
+        for auto in group if steps else ():
+            for name, line in alone.items():
+                times = line["times"].get(auto["trained_at"])
+                each = [predicted[name] for predicted in auto["predicted"] if name in predicted]
+                if times and each:
+                    pairs.append((steps * statistics.mean(each), times["time_relative"]))
+    return pairs
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's rank correlation; equal values share the mean of their ranks."""
+    columns: list[list[float]] = []
+    for values in zip(*pairs, strict=True):
+        columns.append(
+            [sum(other < value for other in values) + sum(other <= value for other in values) for value in values]
+        )
+    return statistics.correlation(*columns)
+
+
 def grouped(found: Sequence[Row]) -> list[list[Row]]:
     """The lines, grouped by table."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -219,6 +250,12 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         texts.append(
             "Method auto measures the links, so it was trained at each bandwidth; its time to the target is that of "
             "all steps until then, trials included."
+        )
+    pairs = [(predicted, real) for predicted, real in predictions(found) if real is not None]
+    if len(pairs) > 2:
+        texts.append(
+            f"Seconds to the quality of dense less {TOLERANCE:.0%}, predicted by auto in its trials and measured: rank "
+            f"correlation {rank_correlation(pairs):.2f} over {len(pairs)} trainings."
         )
     spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
     if spans:

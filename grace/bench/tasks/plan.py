@@ -139,6 +139,11 @@ def known(method: str) -> str:
     return method if method in BASELINES else _parsed(method).label
 
 
+def level(method: str) -> dict[str, Any]:
+    """The method as a policy's level, such as a candidate of "auto"."""
+    return {"compressor": "none"} if method == "dense" else _parsed(method).params
+
+
 def _parsed(method: str) -> Case:
     # `parse`, extended by local training and by "auto" with its settings, which is no compressor.
     if method.partition(":")[0] in local.PRESETS:

@@ -42,7 +42,7 @@ class Watch(Policy):
     measures_noise: ClassVar[bool] = True
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        return self.every - 2
+        return self.every - 1  # after an untimed step
 
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None

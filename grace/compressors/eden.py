@@ -32,7 +32,9 @@ class Eden(Blockwise):
     0 .. 31. A block has d elements on the wire, padded with zeros.
     ``bits``: 1 (which is DRIVE) .. 4. The squared error is 0.571, 0.133, 0.036 or 0.0096 of the squared norm of a block
     whose elements are all of about one size; workers' errors are independent.
-    ``block_size``: d, a power of two; for tensors of fewer elements d is the next power of two, at least 8.
+    ``block_size``: d, a power of two; for tensors of fewer elements d is the next power of two, at least 8. A block's
+    error is spread over all its elements; with d no larger than the rows of an embedding (64, for 0.6 bits per element
+    more), rows without a gradient stay zero.
     ``biased``: True, only for one bit, uses the scale with the smallest squared error (0.363 of the squared norm), for
     a residual; False uses the unbiased scale.
     Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. The methods are

@@ -20,11 +20,12 @@ CANDIDATES = (
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic"},
     {"compressor": "blockint", "bits": 4, "rounding": "stochastic"},
     {"compressor": "eden", "bits": 4},
-    {"compressor": "eden", "bits": 2},
+    {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
 COARSE = (
-    {"compressor": "eden", "bits": 1},
+    {"compressor": "eden", "bits": 2, "block_size": 64},
+    {"compressor": "eden", "bits": 1, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 4},
     {"compressor": "topk", "compress_ratio": 0.1},
     {"compressor": "topk", "compress_ratio": 0.01},
@@ -34,8 +35,8 @@ trainings, where trying them would cost progress for nothing."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have, by effort.
 
-In five short trainings eden of 2 bits, with ratios of 0.13 to 0.22 in the first steps, ended with a quality up to 6.5 %
-below that of dense gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/guide.md).
+In five short trainings eden of 2 bits, with ratios from 0.13 on, ended up to 5 % below the quality of dense gradients;
+methods with ratios below 0.1 stayed within 2 % (docs/guide.md).
 """
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
@@ -74,8 +75,22 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
     over = wanted - error if feeds_back else sampling
     if error == 0:
         return 0.0
-    ratio = error / over if over > 0 else WORST
+    return _bounded(error, over)
+
+
+def _bounded(share: float, whole: float) -> float:
+    ratio = share / whole if whole > 0 else WORST
     return ratio if ratio < WORST else WORST
+
+
+def error_and_signal(noise: Mapping[str, Noise]) -> tuple[float, float]:
+    """The squared error of the exchanged mean relative to the wanted mean, and the wanted mean relative to its noise.
+
+    Their product is the `noise_ratio` of a method without error feedback. The error hardly changes during a training,
+    and the signal is the same for all methods, so one measurement of the signal tells the noise ratios of all of them.
+    """
+    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
+    return (_bounded(error, wanted) if error else 0.0), _bounded(wanted, sampling)
 
 
 @register("auto")
@@ -85,9 +100,9 @@ class Auto(Policy):
 
     Whole steps are timed, including the model's computation, on the slowest worker; in the same steps the noise that
     the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
-    noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Its noise is
-    measured again later: if it exceeds the limit of ``effort``, the policy chooses again, assuming that the noise of
-    all methods grew by the same factor.
+    noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Noise is
+    measured again later, and the policy chooses again: the noise of all methods changes with the gradient's size
+    relative to its sampling noise (`error_and_signal`).
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
@@ -152,7 +167,9 @@ class Auto(Policy):
             return 0
         if memo["chosen"] is None:
             return self.trial_steps
-        if level == DENSE or not self.watch_steps:
+        seconds = memo["seconds"].values()
+        slow = level == DENSE and min(seconds) > (1 - self.margin) * memo["seconds"][str(DENSE)]
+        if slow or not self.watch_steps:
             return None
         return min(self.watch_steps, EARLY << memo.get("watched", 0))
 
@@ -163,31 +180,34 @@ class Auto(Policy):
         if memo.get("workers") != workers:
             # If the number of workers changed during training, first send the residuals that memories hold.
             first = FLUSH if memo else DENSE
-            return _at(decision, first, {"workers": workers, "seconds": {}, "chosen": None, "noise": {}, "left": {}})
+            empty = {"workers": workers, "seconds": {}, "chosen": None, "errors": {}, "signal": 0.0}
+            return _at(decision, first, empty)
         if level == FLUSH:
             return _at(decision, DENSE if memo["chosen"] is None else memo["chosen"], memo)
-        ratio = 0.0 if level == DENSE else noise_ratio(noise or {}, self._feeds_back(level))
+        error, signal = error_and_signal(noise or {})
+        if self._feeds_back(level):
+            signal = memo["signal"]  # here the wanted means contain what was held back
+        memo = {**memo, "signal": signal, "errors": {**memo["errors"], str(level): 0.0 if level == DENSE else error}}
         if memo["chosen"] is not None:
-            return self._watched(decision, ratio)
-        seen = {"seconds": {**memo["seconds"], str(level): seconds}, "noise": {**memo["noise"], str(level): ratio}}
-        memo = {**memo, **seen}
+            return self._watched(decision, memo)
+        memo["seconds"] = {**memo["seconds"], str(level): seconds}
         following = self._next(level, memo)
         if following is not None:
             return self._go(decision, following, memo)
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
-    def _watched(self, decision: Decision, ratio: float) -> Decision:
-        # The decision after a check of the chosen method's noise: choose again if it exceeds the limit of `effort`.
-        memo, level = decision.memo, _current(decision)
-        if ratio <= EFFORTS[self.effort]:
-            watched = memo.get("watched", 0)
-            later = EARLY << watched < self.watch_steps
-            return replace(decision, memo={**memo, "watched": watched + 1}) if later else decision
-        before = memo["noise"][str(level)]
-        growth = max(1.0, ratio / before) if before else 1.0
-        noise = {each: min(value * growth, WORST) for each, value in memo["noise"].items()} | {str(level): ratio}
-        memo = {**memo, "noise": noise, "left": {**memo["left"], str(level): ratio}, "watched": 0}
-        return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
+    def _watched(self, decision: Decision, memo: dict[str, Any]) -> Decision:
+        # The decision after a check of the chosen method's noise.
+        best, watched = self._best(memo), memo.get("watched", 0)
+        if best != _current(decision):
+            return self._go(decision, best, {**memo, "chosen": best, "watched": 0})
+        later = EARLY << watched < self.watch_steps
+        return replace(decision, memo={**memo, "watched": watched + 1} if later else memo)
+
+    def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
+        # The noise ratio of a level, if the gradient's signal is as it was last measured.
+        error = memo["errors"][str(level)]
+        return _bounded(error, 1 - error) if self._feeds_back(level) else min(error * memo["signal"], WORST)
 
     def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
         flush = self._feeds_back(_current(decision)) and not self._feeds_back(level)
@@ -204,8 +224,8 @@ class Auto(Policy):
         # level with an error bound at most as large.
         order = self._order()
         limits: dict[str, float] = {}
-        for key, ratio in memo["noise"].items():
-            if ratio > EFFORTS[self.effort] and (known := self._error(int(key))):
+        for key in memo["errors"]:
+            if self._ratio(memo, int(key)) > EFFORTS[self.effort] and (known := self._error(int(key))):
                 name, error = known
                 limits[name] = min(error, limits.get(name, error))
         for following in order[order.index(level) + 1 :]:
@@ -235,7 +255,7 @@ class Auto(Policy):
         return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
     def _allowed(self, memo: Mapping[str, Any], level: int) -> bool:
-        return memo["noise"][str(level)] <= EFFORTS[self.effort] and str(level) not in memo["left"]
+        return self._ratio(memo, level) <= EFFORTS[self.effort]
 
     def trials(self, decision: Decision) -> dict[int, float]:
         return {int(level): seconds for level, seconds in decision.memo.get("seconds", {}).items()}
@@ -246,7 +266,7 @@ class Auto(Policy):
     def _forecasts(self, memo: Mapping[str, Any]) -> dict[int, Forecast]:
         found = {}
         for level, seconds in ((int(key), value) for key, value in memo.get("seconds", {}).items()):
-            ratio = memo["noise"][str(level)]
+            ratio = self._ratio(memo, level)
             factor = DELAY_FACTOR if self._feeds_back(level) else FACTOR
             found[level] = Forecast(ratio, seconds * (1 + factor * ratio))
         return found
@@ -258,15 +278,12 @@ class Auto(Policy):
         chosen, forecasts = memo["chosen"], self._forecasts(memo)
         bound = f"a noise ratio of at most {EFFORTS[self.effort]:g} (effort {self.effort!r})"
         allowed = [level for level in forecasts if self._allowed(memo, level)]
-        told = [f"{names[chosen]}: the least seconds per effective step of {len(allowed)} that have {bound}"]
+        told = f"{names[chosen]}: the least seconds per effective step of {len(allowed)} that have {bound}"
         if chosen == DENSE and len(allowed) > 1:
-            told = [f"{names[chosen]}: none of {len(allowed)} that have {bound} is {self.margin:.0%} cheaper"]
+            told = f"{names[chosen]}: none of {len(allowed)} that have {bound} is {self.margin:.0%} cheaper"
         elif chosen == DENSE:
-            told = [f"{names[chosen]}: no other has {bound}"]
-        told += [
-            f"left since its noise ratio rose to {memo['left'][key]:.2g}: {names[int(key)]}" for key in memo["left"]
-        ]
-        return "; ".join(told)
+            told = f"{names[chosen]}: no other has {bound}"
+        return told
 
     # -- state -------------------------------------------------------------------------------------------------------
     def remembers(self, memo: Mapping[str, Any]) -> bool:
@@ -281,12 +298,13 @@ class Auto(Policy):
 
         known = set(map(str, levels))
         return (
-            set(memo) - {"watched"} == {"workers", "seconds", "chosen", "noise", "left"}
+            set(memo) - {"watched"} == {"workers", "seconds", "chosen", "errors", "signal"}
             and type(memo["workers"]) is int
             and type(memo.get("watched", 0)) is int
             and 0 <= memo.get("watched", 0) <= 32
-            and all(numbers(key, known) for key in ("seconds", "noise", "left"))
-            and set(memo["seconds"]) == set(memo["noise"])
+            and all(numbers(key, known) for key in ("seconds", "errors"))
+            and _sound(memo["signal"])
+            and set(memo["seconds"]) == set(memo["errors"])
             and (chosen is None or (type(chosen) is int and {str(chosen), str(DENSE)} <= set(memo["seconds"])))
         )
 

@@ -183,7 +183,7 @@ def test_the_choice_follows_the_gradients_signal():
     assert decision.memo["watched"] == 0
     decision = after(0.02, 20.0)
     assert decision.levels == {"w": 2}
-    decision = after(0.0, 1.0)
+    decision = after(1e-7, 1.0)
     assert decision.levels == {"w": 4}, "the signal fell: eden of one bit has a ratio of 0.08 again"
     decision = after(0.08, 1e9)
     assert decision.levels == {"w": DENSE}

@@ -17,6 +17,7 @@ from typing import Any
 from grace.bench.lab.network import bits_per_second
 from grace.bench.plan import parse
 from grace.bench.tasks import results
+from grace.bench.tasks.figures import NAMES
 from grace.bench.tasks.plan import AUTO, BASELINES
 from grace.bench.tasks.tasks import TOLERANCE, task_of
 from grace.local import PRESETS
@@ -46,7 +47,7 @@ def load(folder: Path = STORE) -> list[dict[str, Any]]:
 
 
 def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each method that was trained wherever dense was; baselines first, then the least loss first.
+    """A line for each method that was trained on every task, as dense was; baselines first, then the least loss first.
 
     ``losses``: by task, toolkit and workers, the share of dense's quality by which it was worse, infinite where it
     diverged or failed, negative where it was better. ``worst``: the largest. ``bytes``: on the wire, relative to
@@ -65,7 +66,7 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for row, base in both:  # a method that measures the links is trained at each rate
             cell = tuple(row[key] for key in CELL)
             losses[cell] = max(_loss(row, base), losses.get(cell, float("-inf")))
-        if len(losses) < len({cell[:-1] for cell in dense}):
+        if {cell[0] for cell in losses} < {cell[0] for cell in dense}:
             continue
         sent = [row["bytes_on_wire"] / base["bytes_on_wire"] for row, base in both if row["bytes_on_wire"]]
         out.append(
@@ -99,7 +100,7 @@ def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
 def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
     """By bandwidth and method: how many times sooner than dense it reached dense's quality less the tolerance.
 
-    A number for each training with a dense one; None where the method did not reach it.
+    A number for each training of a method that was trained on every task; None where the method did not reach it.
     """
     rows = [row for row in rows if row["bandwidth"] and row["seconds"]]
     cells = {(*(row[key] for key in CELL), row["bandwidth"], row["method"]): row for row in rows}
@@ -108,7 +109,7 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | N
         bases = [row for row in rows if row["method"] == "dense" and row["bandwidth"] == bandwidth]
         for method in dict.fromkeys(row["method"] for row in rows if row["bandwidth"] == bandwidth):
             mine = [(base, cells.get((*(base[key] for key in CELL), bandwidth, method))) for base in bases]
-            if all(row is not None for _, row in mine):
+            if {base["task"] for base in bases} == {base["task"] for base, row in mine if row is not None}:
                 times = [(base["seconds_to_relative"], row["seconds_to_relative"]) for base, row in mine if row]
                 found.setdefault(bandwidth, {})[method] = [None if row is None else base / row for base, row in times]
     return found
@@ -119,7 +120,6 @@ def times(rows: list[dict[str, Any]]) -> list[str]:
     found = speeds(rows)
     if not found:
         return []
-    count = len(next(iter(next(iter(found.values())).values())))
     methods = list(dict.fromkeys(method for each in found.values() for method in each))
     body = []
     for method in methods:
@@ -127,12 +127,14 @@ def times(rows: list[dict[str, Any]]) -> list[str]:
         for each in found.values():
             reached = [speed for speed in each.get(method, []) if speed is not None]
             mean = f"{statistics.geometric_mean(reached):.2f}" if reached else "never"
+            count = len(each.get(method, []))
             short = f" ({len(reached)} of {count})" if len(reached) < count else ""
             cells.append(f"{mean}{short}" if method in each else "")
         body.append([f"`{method}`", *cells])
     above = (
         f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}, at each rate "
-        "of the links: the geometric mean over the trainings that reached it, with their number if some did not:"
+        "of the links: the geometric mean over the trainings that reached it, with their number if some did not. "
+        "Methods that were trained with fewer toolkits and workers than others have fewer trainings:"
     )
     return [above, _table(["method", *found], body)]
 
@@ -151,8 +153,10 @@ def text(runs: list[dict[str, Any]]) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     seeds, workers = (sorted({row[key] for row in rows}) for key in ("seeds", "workers"))
     titles = "; ".join(task_of(task).title for task in tasks)
+    toolkits = _joined([NAMES[kit] for kit in NAMES if any(row["toolkit"] == kit for row in rows)])
     about = (
-        f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}; every "
+        f"Whole trainings ({titles}) in {toolkits}, {_joined(workers)} workers, {_joined(seeds)} "
+        f"seed{'s' * (seeds != [1])}; every "
         "method has as many steps as dense gradients and is not tuned. Of the methods whose final quality was close "
         "to that of dense gradients in every task, these send the fewest bytes:"
     )
@@ -161,15 +165,16 @@ def text(runs: list[dict[str, Any]]) -> str:
     body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
     parts.append(_table(["worse by at most", "begin with", "bytes on the wire, relative to dense"], body))
     parts.append(
-        "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better). "
+        "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better; "
+        "the largest of each task's trainings). "
         f"{_noise(found, seeds)}".rstrip()
     )
     body = []
     for line in found:
         losses = [[loss for cell, loss in line["losses"].items() if cell[0] == task] for task in tasks]
         cells = ["failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %" for each in losses]
-        body.append([f"`{line['method']}`", *cells, f"{line['bytes']:.2f}"])
-    parts.append(_table(["method", *tasks, "bytes"], body))
+        body.append([f"`{line['method']}`", *cells, str(len(line["losses"])), f"{line['bytes']:.2f}"])
+    parts.append(_table(["method", *tasks, "trainings", "bytes"], body))
     parts += times(rows)
     parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`" for run in runs]
     return "\n\n".join(parts) + "\n"
@@ -183,7 +188,7 @@ def _noise(found: list[dict[str, Any]], seeds: list[int]) -> str:
     return f"`fp16` rounds far below the sampling noise, so its loss of {half * 100:.1f} % is the noise of one seed."
 
 
-def _joined(values: list[int]) -> str:
+def _joined(values: list[Any]) -> str:
     return " and ".join(map(str, values))
 
 

@@ -505,6 +505,7 @@ def test_targets_are_checked_against_what_was_measured():
         record("efsignsgd:block_size=512", "flat", "encode", 61.0),
         record("efsignsgd:block_size=512", "flat", "encode", 17.0, "on", native="avx2"),
         record("efsignsgd:block_size=4096", "flat", "encode", 17.0, "on"),  # as if they were not built
+        record("eden:bits=2", "flat", "decode", 16.0, "on", native="avx2"),
     ]
     lines = show.check(results)
     met = {(line["spec"], line["how"]): line["met"] for line in lines if line["met"] is not None}
@@ -513,6 +514,7 @@ def test_targets_are_checked_against_what_was_measured():
         ("topk:compress_ratio=0.01", "portable, as it comes, against upstream topk + residual"): False,
         ("efsignsgd:block_size=512", "portable, as it comes"): False,
         ("efsignsgd:block_size=512", "native, as it comes"): True,
+        ("eden:bits=2", "native, as it comes"): False,
     }
     console = Console(file=StringIO(), width=200)
     show.render_check(lines, console)

@@ -251,15 +251,16 @@ class Target:
     """"encode" (with its commit), "decode" or "step"."""
     portable: float | None
     native: float | None
-    peer: str
-    speedup: tuple[float, float]
+    peer: str = ""
+    """Empty if no peer has this method."""
+    speedup: tuple[float, ...] = ()
     """Minimum ratio of the peer's time to ours, with the default allocator and a tuned one."""
     tensors: str = "flat"
 
 
 SIGN, INT8 = "efsignsgd:block_size={}", "blockint:bits=8,rounding=stochastic,memory=residual"
 EF, QSGD = "upstream efsignsgd + residual", "upstream qsgd + residual"
-POWERSGD = "powersgd:compress_rank=4"
+POWERSGD, EDEN = "powersgd:compress_rank=4", "eden:bits={}"
 TARGETS = [
     *(Target("1-bit sign + scale", SIGN.format(block), "encode", 6, 1.8, EF, (30, 6)) for block in (512, 4096, 0)),
     Target("int8 stochastic", INT8, "encode", 6, 1.8, QSGD, (80, 40)),
@@ -268,6 +269,8 @@ TARGETS = [
         for block in (512, 4096, 0)
     ),
     Target("decode 4 workers, int8", INT8, "decode", 5, 1.5, QSGD, (100, 100)),
+    Target("eden, 1 bit", EDEN.format(1), "encode", None, 1.2),
+    *(Target(f"decode 4 workers, eden, {bits} bits", EDEN.format(bits), "decode", None, 1.5) for bits in (1, 2, 3, 4)),
     Target("exact top-k 1%", "topk:compress_ratio=0.01", "encode", 8, 3, "upstream topk + residual", (30, 12)),
     Target("PowerSGD rank 4", POWERSGD, "encode", 6, None, "upstream powersgd + residual", (4, 4), "resnet50"),
     Target("PowerSGD rank 4, to the mean", POWERSGD, "step", None, None, HOOK, (4, 4), "resnet50"),
@@ -281,9 +284,9 @@ def target_cases(tensors: str, with_peers: bool) -> list[Case]:
         if target.tensors != tensors:
             continue
         ours = cases.get(target.spec) or parse(target.spec)
-        peers = dict.fromkeys((*ours.against, target.peer))
+        peers = dict.fromkeys((*ours.against, *filter(None, [target.peer])))
         cases[target.spec] = Case(ours.label, ours.params, form=ours.form, against=tuple(peers) if with_peers else ())
-        if with_peers:
+        if with_peers and target.peer:
             name = target.peer.split()[1]
             peer = (
                 Case(HOOK, {"name": "powersgd", "rank": 4}, "torch")

@@ -61,7 +61,17 @@ WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
 
-def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
+def error_and_signal(noise: Mapping[str, Noise]) -> tuple[float, float]:
+    """The squared error of the exchanged mean relative to the wanted mean, and the wanted mean relative to its noise.
+
+    The relative error of a method hardly changes during a training. The signal does, but it is that of the gradients,
+    so one measurement gives the noise ratios of all methods (`noise_ratio`). Both are at most WORST.
+    """
+    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
+    return (_quotient(error, wanted) if error else 0.0), _quotient(wanted, sampling)
+
+
+def noise_ratio(error: float, signal: float, feeds_back: bool) -> float:
     """The noise that an exchange adds to the mean gradient, relative to the mean's own sampling noise; at most WORST.
 
     For a method with error feedback it is instead the squared norm of the part held back over that of the part sent.
@@ -69,28 +79,14 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
     step. For long trainings this model is too strict. Errors that are sent later do not add up as noise does, and in
     theory 1 / d appears only in a term that vanishes faster than the noise term (Stich and Karimireddy, "The
     Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and Compressed Communication", 2019,
-    arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike.
+    arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike. ``error``, ``signal``: see `error_and_signal`.
     """
-    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
-    over = wanted - error if feeds_back else sampling
-    if error == 0:
-        return 0.0
-    return _bounded(error, over)
+    return _quotient(error, 1 - error) if feeds_back else min(error * signal, WORST)
 
 
-def _bounded(share: float, whole: float) -> float:
+def _quotient(share: float, whole: float) -> float:
     ratio = share / whole if whole > 0 else WORST
     return ratio if ratio < WORST else WORST
-
-
-def error_and_signal(noise: Mapping[str, Noise]) -> tuple[float, float]:
-    """The squared error of the exchanged mean relative to the wanted mean, and the wanted mean relative to its noise.
-
-    Their product is the `noise_ratio` of a method without error feedback. The error hardly changes during a training,
-    and the signal is the same for all methods, so one measurement of the signal tells the noise ratios of all of them.
-    """
-    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
-    return (_bounded(error, wanted) if error else 0.0), _bounded(wanted, sampling)
 
 
 @register("auto")
@@ -206,8 +202,7 @@ class Auto(Policy):
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
         # The noise ratio of a level, if the gradient's signal is as it was last measured.
-        error = memo["errors"][str(level)]
-        return _bounded(error, 1 - error) if self._feeds_back(level) else min(error * memo["signal"], WORST)
+        return noise_ratio(memo["errors"][str(level)], memo["signal"], self._feeds_back(level))
 
     def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
         flush = self._feeds_back(_current(decision)) and not self._feeds_back(level)

@@ -560,12 +560,23 @@ def test_predictions_are_compared_with_measurements(rows):
     head = {**rows[2], "method": "auto", "trained_at": "1gbit", "clock": [1.0, 2.0, 3.0]}
     predicted = {"none": 0.06, "topk": 0.2, "randomk": 0.1, "eden, bits=4": 0.1}  # the last was not trained alone
     both = [{**head, "seed": 0, "predicted": predicted}, {**head, "seed": 1, "predicted": {**predicted, "topk": 0.4}}]
-    found = figures.predictions(show.lines([*rows, *both]))
+    (found,) = figures.predictions(show.lines([*rows, *both]))
     # Dense reached its quality after 40 steps of 0.05 s, topk after 60 of 0.09 s, randomk never.
-    assert sorted(found) == [pytest.approx((2.4, 2.0)), (pytest.approx(4.0), None), pytest.approx((12.0, 5.4))]
-    assert "rank correlation" not in show.markdown([*rows, *both])  # of two pairs
-    words = [{**row, "task": "lstm", "curve": [[20, 900.0], [40, 45.0], [60, 40.0]]} for row in both]
-    assert "rank correlation 1.00 over 3 trainings" in show.markdown([*rows, *both, *words])
+    assert {method: predicted for method, (predicted, _) in found.items()} == pytest.approx(
+        {"dense": 2.4, "topk": 12.0, "randomk": 4.0}
+    )
+    assert {method: real for method, (_, real) in found.items()} == {
+        "dense": pytest.approx(2.0),
+        "topk": pytest.approx(5.4),
+        "randomk": None,
+    }
+    assert "rank correlation" not in show.markdown([*rows, *both])  # of one method
+    slow = [{**row, "trained_at": "100mbit"} for row in both]  # there topk takes 6 s instead of 16
+    more = [{**row, "toolkit": "keras"} for row in (*both, *slow)]
+    text = show.markdown([*rows, *both, *slow, *more])
+    assert "rank correlation" in text
+    assert "over 8 pairs" in text
+    assert "over 4. 4 candidates did not get there" in text
 
 
 @pytest.mark.parametrize(

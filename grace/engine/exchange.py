@@ -157,7 +157,7 @@ class Exchange:
         names = [tensor.name for unit in flat for tensor in unit.tensors]
         counted = [*(unit.name for unit in flat), *([SAMPLE] if setup.probe is not None else [])]
 
-        def exact(flight: RoundScheduler) -> tuple[Array, ...]:
+        def samples(flight: RoundScheduler) -> tuple[Array, ...]:
             return flight.results[SAMPLE] if setup.probe is not None else ()
 
         def at(level: int) -> Callable[[], Any]:
@@ -168,7 +168,7 @@ class Exchange:
                     pass
                 means, counts = self._commit(flight, flat, levels)
                 rows = [counts[name] for name in counted]
-                return [means[each] for each in names], setup.xp.asarray(rows, "int64"), exact(flight)
+                return [means[each] for each in names], setup.xp.asarray(rows, "int64"), samples(flight)
 
             return exchange
 

@@ -125,6 +125,7 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
         if gone:
             changed.add(name)
     carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
+    changed |= {name for name in carried & mine.keys() if CARRIED not in mine[name]}  # here all levels have one layout
     for name in sorted((changed | carried & units.keys()) - mine.keys()):  # the tensor is dense now, or was before
         mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
     for state in states:

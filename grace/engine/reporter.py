@@ -76,7 +76,7 @@ class Reporter:
         return TensorReport(
             name=unit.name,
             shape=unit.shape,
-            method="dense" if unit.dense else compressor,
+            method="dense" if unit.dense or refused else compressor,
             reason="; ".join(filter(None, reasons)),
             bytes_sent=traffic[0],
             bytes_dense=traffic[2] * sum(tensor.nbytes for tensor in unit.tensors),

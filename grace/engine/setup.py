@@ -53,7 +53,7 @@ class Setup:
         self.unresolved = communicator
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
-        self.ways = Ways(None if policy is None else policy.exact)
+        self.ways = Ways(policy.exact if policy is not None and options.fuse == "tensor" else None)
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()

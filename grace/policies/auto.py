@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from grace.core import Compressor, name_of
@@ -54,6 +55,8 @@ It roughly fits short trainings of the same Transformer (docs/guide.md, `python 
 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 times as
 many steps as dense gradients.
 """
+CLEARLY = 0.8
+"""Part of the largest noise ratio up to which a method may replace the chosen one: they must not take turns."""
 EARLY = 10
 """Number of steps after which the noise of a chosen method is checked for the first time. The interval doubles after
 each check, up to ``watch_steps``."""
@@ -64,8 +67,8 @@ WORST = 1e9
 def error_and_signal(noise: Mapping[str, Noise]) -> tuple[float, float]:
     """The squared error of the exchanged mean relative to the wanted mean, and the wanted mean relative to its noise.
 
-    The relative error of a method hardly changes during a training. The signal does, but it is that of the gradients,
-    so one measurement gives the noise ratios of all methods (`noise_ratio`). Both are at most WORST.
+    Without error feedback the relative error of a method hardly changes during a training. The signal does, but it is
+    that of the gradients, so one measurement gives the noise ratios of all methods (`noise_ratio`). At most WORST.
     """
     error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
     return (_quotient(error, wanted) if error else 0.0), _quotient(wanted, sampling)
@@ -97,8 +100,8 @@ class Auto(Policy):
     Whole steps are timed, including the model's computation, on the slowest worker; in the same steps the noise that
     the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
     noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Noise is
-    measured again later, and the policy chooses again: the noise of all methods changes with the gradient's size
-    relative to its sampling noise (`error_and_signal`).
+    measured again later, and the policy chooses again: without error feedback the noise of all methods changes with the
+    gradient's size relative to its sampling noise (`error_and_signal`); with it, only that of the chosen one is known.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
@@ -159,31 +162,31 @@ class Auto(Policy):
     # -- trials ------------------------------------------------------------------------------------------------------
     def trial(self, decision: Decision, workers: int) -> int | None:
         memo, level = decision.memo, _current(decision)
-        if memo.get("workers") != workers or level == FLUSH:
+        if level == FLUSH or (memo and memo["workers"] != workers):
             return 0
-        if memo["chosen"] is None:
+        if not memo or memo["chosen"] is None:
             return self.trial_steps
-        seconds = memo["seconds"].values()
-        slow = level == DENSE and min(seconds) > (1 - self.margin) * memo["seconds"][str(DENSE)]
-        if slow or not self.watch_steps:
+        if not self.watch_steps or (level == DENSE and not self._may_leave_dense(memo)):
             return None
         return min(self.watch_steps, EARLY << memo.get("watched", 0))
+
+    def _may_leave_dense(self, memo: Mapping[str, Any]) -> bool:
+        # Whether a faster method's noise ratio follows the signal, which is measured with dense gradients, too.
+        most = (1 - self.margin) * memo["seconds"][str(DENSE)]
+        return any(each <= most and int(key) not in self._feedback for key, each in memo["seconds"].items())
 
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
-            # If the number of workers changed during training, first send the residuals that memories hold.
-            first = FLUSH if memo else DENSE
-            empty = {"workers": workers, "seconds": {}, "chosen": None, "errors": {}, "signal": 0.0}
-            return _at(decision, first, empty)
+            anew = {"workers": workers, "seconds": {}, "chosen": None, "errors": {}, "signal": 0.0}
+            if memo:  # the number of workers changed: first send the residuals that memories hold
+                return _at(decision, FLUSH, anew)
+            memo = anew
         if level == FLUSH:
             return _at(decision, DENSE if memo["chosen"] is None else memo["chosen"], memo)
-        error, signal = error_and_signal(noise or {})
-        if self._feeds_back(level):
-            signal = memo["signal"]  # here the wanted means contain what was held back
-        memo = {**memo, "signal": signal, "errors": {**memo["errors"], str(level): 0.0 if level == DENSE else error}}
+        memo = {**memo, **self._measured(memo, level, noise or {})}
         if memo["chosen"] is not None:
             return self._watched(decision, memo)
         memo["seconds"] = {**memo["seconds"], str(level): seconds}
@@ -192,27 +195,36 @@ class Auto(Policy):
             return self._go(decision, following, memo)
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
+    def _measured(self, memo: Mapping[str, Any], level: int, noise: Mapping[str, Noise]) -> dict[str, Any]:
+        # The signal, and the errors by level, after a trial or a check.
+        error, signal = error_and_signal(noise)
+        if not any(each.wanted or each.sampling for each in noise.values()):  # no finite gradient but zero
+            error, signal = memo["errors"].get(str(level), 0.0), memo["signal"]
+        elif level in self._feedback:
+            signal = memo["signal"]  # here the wanted means contain what was held back
+        elif memo["chosen"] is not None and memo["signal"]:
+            signal = math.sqrt(memo["signal"] * signal)  # smoothed: in ten steps it may change by a factor of four
+        return {"signal": signal, "errors": {**memo["errors"], str(level): 0.0 if level == DENSE else error}}
+
     def _watched(self, decision: Decision, memo: dict[str, Any]) -> Decision:
         # The decision after a check of the chosen method's noise.
-        best, watched = self._best(memo), memo.get("watched", 0)
-        if best != _current(decision):
-            return self._go(decision, best, {**memo, "chosen": best, "watched": 0})
-        later = EARLY << watched < self.watch_steps
-        return replace(decision, memo={**memo, "watched": watched + 1} if later else memo)
+        watched, best = memo.get("watched", 0), self._best(memo, _current(decision))
+        later = {"watched": watched + 1} if EARLY << watched < self.watch_steps else {}
+        return self._go(decision, best, {**memo, **later, "chosen": best})
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
         # The noise ratio of a level, if the gradient's signal is as it was last measured.
-        return noise_ratio(memo["errors"][str(level)], memo["signal"], self._feeds_back(level))
+        return noise_ratio(memo["errors"][str(level)], memo["signal"], level in self._feedback)
 
     def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
-        flush = self._feeds_back(_current(decision)) and not self._feeds_back(level)
+        flush = _current(decision) in self._feedback and level not in self._feedback
         return _at(decision, FLUSH if flush else level, memo)
 
     def _order(self) -> list[int]:
         # The levels in the order of their trials. Methods with error feedback come last: their residuals would count as
         # noise of a later method without it.
         tried = range(FIRST, FIRST + len(self.candidates))
-        return [DENSE, *sorted(tried, key=self._feeds_back)]
+        return [DENSE, *sorted(tried, key=lambda level: level in self._feedback)]
 
     def _next(self, level: int, memo: Mapping[str, Any]) -> int | None:
         # The next level to try; None if there is none. Skips levels whose compressor was already too noisy at another
@@ -220,16 +232,16 @@ class Auto(Policy):
         order = self._order()
         limits: dict[str, float] = {}
         for key in memo["errors"]:
-            if self._ratio(memo, int(key)) > EFFORTS[self.effort] and (known := self._error(int(key))):
+            if self._ratio(memo, int(key)) > EFFORTS[self.effort] and (known := self._bound(int(key))):
                 name, error = known
                 limits[name] = min(error, limits.get(name, error))
         for following in order[order.index(level) + 1 :]:
-            known = self._error(following)
+            known = self._bound(following)
             if known is None or known[1] < limits.get(known[0], math.inf):
                 return following
         return None
 
-    def _error(self, level: int) -> tuple[str, float] | None:
+    def _bound(self, level: int) -> tuple[str, float] | None:
         # The name of a level's compressor, and its bound on the relative squared error; None if it has no bound.
         compressor = triple(self.candidates[level - FIRST])[0].compressor
         contraction, variance = compressor.contraction(2**16), compressor.variance(2**16)
@@ -237,15 +249,22 @@ class Auto(Policy):
             return name_of(compressor), 1 - contraction
         return None if variance is None else (name_of(compressor), variance)
 
-    def _feeds_back(self, level: int) -> bool:
-        if level < FIRST:
-            return False
-        method, _ = triple(self.candidates[level - FIRST])
-        return method.memory.feedback or method.compressor.traits.internal_feedback
+    @cached_property
+    def _feedback(self) -> frozenset[int]:
+        # The levels with error feedback.
+        methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
+        return frozenset(
+            level for level, each in methods if each.memory.feedback or each.compressor.traits.internal_feedback
+        )
 
     # -- the choice --------------------------------------------------------------------------------------------------
-    def _best(self, memo: Mapping[str, Any]) -> int:
+    def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:
+        # The cheapest allowed level. Another than the current one must be clearly better.
         costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
+        if current in costs:
+            inside = CLEARLY * EFFORTS[self.effort]
+            others = {level: cost for level, cost in costs.items() if self._ratio(memo, level) <= inside}
+            costs = {**others, current: (1 - self.margin) * costs[current], DENSE: costs[DENSE]}
         best = min(costs, key=lambda level: costs[level])
         return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
@@ -262,7 +281,7 @@ class Auto(Policy):
         found = {}
         for level, seconds in ((int(key), value) for key, value in memo.get("seconds", {}).items()):
             ratio = self._ratio(memo, level)
-            factor = DELAY_FACTOR if self._feeds_back(level) else FACTOR
+            factor = DELAY_FACTOR if level in self._feedback else FACTOR
             found[level] = Forecast(ratio, seconds * (1 + factor * ratio))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -182,32 +183,60 @@ def choices(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def predictions(found: Sequence[Row]) -> list[tuple[float, float | None]]:
-    """Predicted and measured seconds to the quality of dense less the tolerance, for each candidate that "auto" tried.
+def predictions(found: Sequence[Row]) -> list[dict[str, tuple[float, float | None]]]:
+    """Predicted and measured seconds to the quality of dense less the tolerance, for each training of "auto".
 
-    Only for candidates that were trained on their own, too. Predicted: dense's steps times the candidate's seconds per
-    effective step, averaged over seeds. Measured: None if the candidate did not get there.
+    By candidate that auto tried and that was trained on its own, too; "dense" is one. Predicted: dense's steps times
+    the candidate's seconds per effective step, averaged over seeds. Measured: None if it did not get there.
     """
-    pairs = []
+    out = []
     for group in grouped(found):
         alone = {leveled(level(line["method"])): line for line in group if not line["trained_at"]}
         steps = alone["none"]["to_relative"] if "none" in alone else None
         for auto in group if steps else ():
+            pairs = {}
             for name, line in alone.items():
                 times = line["times"].get(auto["trained_at"])
                 each = [predicted[name] for predicted in auto["predicted"] if name in predicted]
                 if times and each:
-                    pairs.append((steps * statistics.mean(each), times["time_relative"]))
-    return pairs
+                    pairs[line["method"]] = steps * statistics.mean(each), times["time_relative"]
+            if "dense" in pairs:
+                out.append(pairs)
+    return out
+
+
+def _predicted(found: Sequence[Row]) -> list[str]:
+    # A note on how well "auto" predicts.
+    both, relative, missed = [], [], 0
+    for pairs in predictions(found):
+        base = pairs["dense"]
+        for method, (predicted, real) in pairs.items():
+            if real is None:
+                missed += 1
+                continue
+            both.append((predicted, real))
+            if method != "dense" and base[1]:
+                relative.append((predicted / base[0], real / base[1]))
+    if len(relative) < 3:
+        return []
+    text = (
+        f"Seconds to the quality of dense less {TOLERANCE:.0%}, as auto predicts them from its trials and the noise "
+        f"that it measured last, and as measured: rank correlation {rank_correlation(both):.2f} over {len(both)} pairs "
+        f"of a candidate and a training; relative to dense's {rank_correlation(relative):.2f} over {len(relative)}. "
+        f"{missed} candidates did not get there."
+    )
+    return [text]
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks."""
+    """Spearman's rank correlation; equal values share the mean of their ranks. NaN if all are equal."""
     columns: list[list[float]] = []
     for values in zip(*pairs, strict=True):
         columns.append(
             [sum(other < value for other in values) + sum(other <= value for other in values) for value in values]
         )
+    if any(len(set(column)) < 2 for column in columns):
+        return math.nan
     return statistics.correlation(*columns)
 
 
@@ -251,12 +280,7 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
             "Method auto measures the links, so it was trained at each bandwidth; its time to the target is that of "
             "all steps until then, trials included."
         )
-    pairs = [(predicted, real) for predicted, real in predictions(found) if real is not None]
-    if len(pairs) > 2:
-        texts.append(
-            f"Seconds to the quality of dense less {TOLERANCE:.0%}, predicted by auto in its trials and measured: rank "
-            f"correlation {rank_correlation(pairs):.2f} over {len(pairs)} trainings."
-        )
+    texts += _predicted(found)
     spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
     if spans:
         texts.append(

@@ -55,14 +55,19 @@ class Worker:
         return time.perf_counter() - began
 
     def train(self) -> None:
-        """Run all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then."""
+        """Run all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then.
+
+        The first steps count like the one that follows them: a process is slow when it starts, which the times of
+        `time` leave out, too.
+        """
         if self.job.trained_at:
             self.shape(self.job.trained_at)
         curve: list[tuple[int, float | None]] = []
         clock: list[float] = []
         seconds = 0.0
         for done in range(1, self.scale.steps + 1):
-            seconds += self.step()
+            last = self.step()
+            seconds = done * last if done <= WARM_UP + 1 else seconds + last
             if done == self.scale.steps:
                 self.trainer.finish()
             if (done % self.scale.every == 0 or done == self.scale.steps) and self.trainer.rank == 0:

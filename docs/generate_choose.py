@@ -50,8 +50,8 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A line for each method that was trained on every task, as dense was; baselines first, then the least loss first.
 
     ``losses``: by task, toolkit and workers, the share of dense's quality by which it was worse, infinite where it
-    diverged or failed, negative where it was better. ``worst``: the largest. ``bytes``: on the wire, relative to
-    dense's, geometric mean.
+    diverged or failed, negative where it was better. ``worst``: the largest. ``bytes``, ``seconds``: on the wire and of
+    a step, relative to dense's, geometric means over trainings and rates.
     """
     rows = list(rows)
     dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
@@ -68,13 +68,16 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             losses[cell] = max(_loss(row, base), losses.get(cell, float("-inf")))
         if {cell[0] for cell in losses} < {cell[0] for cell in dense}:
             continue
-        sent = [row["bytes_on_wire"] / base["bytes_on_wire"] for row, base in both if row["bytes_on_wire"]]
+        means = {}
+        for name, key in (("bytes", "bytes_on_wire"), ("seconds", "seconds")):
+            shares = [row[key] / base[key] for row, base in both if row[key]]
+            means[name] = statistics.geometric_mean(shares) if shares else float("inf")
         out.append(
             {
                 "method": method,
                 "losses": losses,
                 "worst": max(losses.values()),
-                "bytes": statistics.geometric_mean(sent) if sent else float("inf"),
+                **means,
             }
         )
     return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
@@ -88,12 +91,12 @@ def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
 
 
 def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
-    """The method with the fewest bytes whose quality is worse by no more than ``limit`` in any training.
+    """The method with the fastest steps whose quality is worse by no more than ``limit`` in any training.
 
     Of those that exchange gradients in every step, and that a user names.
     """
     named = (line for line in found if line["method"].partition(":")[0] not in (AUTO, *PRESETS))
-    best: dict[str, Any] = min((line for line in named if line["worst"] <= limit), key=lambda line: line["bytes"])
+    best: dict[str, Any] = min((line for line in named if line["worst"] <= limit), key=lambda line: line["seconds"])
     return best
 
 
@@ -158,12 +161,16 @@ def text(runs: list[dict[str, Any]]) -> str:
         f"Whole trainings ({titles}) in {toolkits}, {_joined(workers)} workers, {_joined(seeds)} "
         f"seed{'s' * (seeds != [1])}; every "
         "method has as many steps as dense gradients and is not tuned. Of the methods whose final quality was close "
-        "to that of dense gradients in every task, these send the fewest bytes:"
+        "to that of dense gradients in every training, these have the fastest steps:"
     )
     parts = [about]
     best = [(limit, choice(found, limit)) for limit in LIMITS]
-    body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
-    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, relative to dense"], body))
+    body = [
+        [f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}", f"{1 / line['seconds']:.1f}"]
+        for limit, line in best
+    ]
+    heads = ["worse by at most", "begin with", "bytes on the wire, relative to dense", "times as fast as dense"]
+    parts.append(_table(heads, body))
     parts.append(
         "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better; "
         "the largest of each task's trainings). "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 NARROW = 80  # columns
 BEGIN = {"compressor": "blockint", "bits": 4}
-"""The method with the fewest bytes among those that trained nearly as well as dense gradients (docs/choose.md)."""
+"""The method with the fastest steps among those that trained nearly as well as dense gradients (docs/choose.md)."""
 
 
 def render(found: dict[str, list[Entry]], console: Console) -> None:
@@ -22,7 +22,7 @@ def render(found: dict[str, list[Entry]], console: Console) -> None:
 
     first = ", ".join(f'"{key}": {literal(value)}' for key, value in BEGIN.items())
     console.print(
-        Text(f"Begin with {{{first}}}: the fewest bytes at a quality close to dense gradients' in trainings."), ""
+        Text(f"Begin with {{{first}}}: the fastest steps at a quality close to dense gradients' in trainings."), ""
     )
     for kind, entries in found.items():
         gap = 2 if console.width > NARROW else 1

@@ -98,7 +98,7 @@ class Exchange:
             setup.hold(units)
         flat = {unit: self._flatten(unit) for unit in units}
         self._show_policy(flat, ("rank0", "mean"))
-        if setup.probe is not None and setup.schedule is not None and setup.schedule.measures(setup.world_size):
+        if setup.probe is not None and setup.measures_noise:
             self._samples |= {unit: setup.probe.sample(unit.name, x) for unit, x in flat.items() if not unit.dense}
         flat = {unit: setup.store.with_carried(unit, x) for unit, x in flat.items()}
         if setup.schedule is None or not setup.xp.tracing:

@@ -99,10 +99,13 @@ class Schedule:
         return self._cells[name].read()
 
     # -- within an epoch --------------------------------------------------------------------------------------------
-    def cells(self, name: str) -> list[Any]:
-        """The cells of a tensor that this step changes: its sum of the epoch's gradients, and the probe's cells."""
+    def cells(self, name: str, measured: bool) -> list[Any]:
+        """The cells of a tensor that this step changes: its sum of the epoch's gradients, and the probe's cells.
+
+        ``measured``: whether the step's noise is measured.
+        """
         sums = [self._sums[name]] if self.watching and name in self._sums else []
-        return sums if self.probe is None else [*sums, *self.probe.cells(name)]
+        return [*sums, *self.probe.cells(name)] if self.probe is not None and measured else sums
 
     def feeds_back(self, name: str) -> Any:
         """1 if error feedback adds the error of a tensor's mean to later steps, else 0; graphs read it at run time."""

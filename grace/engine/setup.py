@@ -289,6 +289,11 @@ class Setup:
         """The probe that measures the noise of exchanges, for a policy that wants it; else None."""
         return None if self.schedule is None else self.schedule.probe
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the noise of this step's exchange is measured."""
+        return self.schedule is not None and self.schedule.measures(self.world_size)
+
     def deferred_kernels(self) -> DeferredKernels | None:
         """A queue for deferred kernels; None: call kernels immediately."""
         return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
@@ -299,14 +304,15 @@ class Setup:
 
     def hold(self, units: Iterable[Unit]) -> None:
         """Copy the state of units before an exchange that may be discarded."""
+        measured = self.measures_noise
         for unit in units:
-            for cell in self.cells(unit):
+            for cell in self.cells(unit, measured):
                 self.snapshot.take(self.xp, cell)
 
-    def cells(self, unit: Unit) -> list[Any]:
-        """The cells of a unit that an exchange changes."""
+    def cells(self, unit: Unit, measured: bool = True) -> list[Any]:
+        """The cells of a unit that an exchange changes. ``measured``: whether its noise is measured."""
         cells = self.store.cells(unit, self.level(unit))
-        return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name)]
+        return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name, measured)]
 
     def restore(self) -> None:
         """Restore all copied state."""

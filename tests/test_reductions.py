@@ -70,9 +70,9 @@ def test_what_each_worker_is_sent_arrives_with_others_under_way(found):
                 np.testing.assert_array_equal(buffer, passed(call, sender, receiver))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_two_workers_of_horovod_swap_what_they_gather(count, tmp_path):
-    for worker in launch("horovodrun", count, "swaps.py", tmp_path, timeout=120):
+@pytest.mark.parametrize("count, toolkit", [(2, "torch"), (3, "torch"), (2, "tensorflow"), (2, "graph")])
+def test_two_workers_of_horovod_swap_what_they_gather(count, toolkit, tmp_path):
+    for worker in launch("horovodrun", count, "swaps.py", tmp_path, toolkit, timeout=120):
         for size, buffers in zip(swaps.SIZES, worker["gathered"], strict=True):
             assert len(buffers) == count
             for rank, buffer in enumerate(buffers):

@@ -86,7 +86,7 @@ def elastic() -> bool:
 POLL_SECONDS = 0.0005
 """Seconds between two checks of whether an operation has ended."""
 SWAPPED = 2**14
-"""Message size in bytes from which two workers gather by an allreduce (`TorchHorovod._swap`)."""
+"""Message size in bytes from which two workers gather by an allreduce (`_BoundHorovod._swap`)."""
 SETS: dict[tuple[int, ...], Any] = {}
 """Process sets created here, by their workers' ranks. They are used again, since Horovod rejects duplicates."""
 
@@ -132,6 +132,37 @@ class _BoundHorovod(MessageTransport):
                     ) from error
         mine = SETS[tuple(self.root(rank) for rank in ranks)]
         return type(self)(self.xp, self._hvd, mine, mine.rank(), mine.size())
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        n = self.xp.shape(buffer)[0]
+        swaps = self.size == 2 and n >= SWAPPED and self._over_gloo and self.on_cpu(buffer)
+        return self._swap(buffer, n, name) if swaps else self.gather_all(buffer, name)
+
+    @abstractmethod
+    def gather_all(self, buffer: Array, name: str) -> Wait:
+        """`gather`, by Horovod's allgather."""
+
+    @abstractmethod
+    def on_cpu(self, buffer: Array) -> bool:
+        """Whether Horovod exchanges this buffer on the CPU."""
+
+    @cached_property
+    def _over_gloo(self) -> bool:
+        return bool(self._hvd.gloo_enabled()) and not self._hvd.mpi_enabled()
+
+    def _swap(self, buffer: Array, n: int, name: str) -> Wait:
+        # Between two workers gloo's allgather is half-duplex: a receiver's ready message queues behind its own data.
+        # An allreduce is full-duplex at the same volume: sum the buffers as int32 that wrap around, and subtract this
+        # worker's buffer to recover the other one.
+        xp = self.xp
+        mine = xp.bitcast(xp.buffers.copy(xp.pad(buffer, -(-n // 4) * 4)), "int32")  # aligned
+        wait = self.reduce_wide(xp.buffers.copy(mine), "sum", name)  # in PyTorch the copy becomes the sum
+
+        def finish() -> list[Array]:
+            other = xp.bitcast(wait() - mine, "uint8")[:n]
+            return [buffer, other] if self.rank == 0 else [other, buffer]
+
+        return finish
 
     @abstractmethod
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
@@ -198,30 +229,12 @@ class TorchHorovod(_BoundHorovod):
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
         return self._begin(self._hvd.allreduce_async_, buffer, name=name, op=self._ops[op])
 
-    def gather(self, buffer: Array, name: str) -> Wait:
-        if self.size == 2 and buffer.shape[0] >= SWAPPED and buffer.device.type == "cpu" and self._over_gloo:
-            return self._swap(buffer, name)
+    def gather_all(self, buffer: Array, name: str) -> Wait:
         wait = self._begin(self._hvd.allgather_async, buffer, name=name)
         return lambda: list(wait().view(self.size, -1))
 
-    @cached_property
-    def _over_gloo(self) -> bool:
-        return bool(self._hvd.gloo_enabled()) and not self._hvd.mpi_enabled()
-
-    def _swap(self, buffer: Array, name: str) -> Wait:
-        # Between two workers gloo's allgather is half-duplex: a receiver's ready message queues behind its own data.
-        # An allreduce is full-duplex at the same volume: sum the buffers as int32 that wrap around, and subtract this
-        # worker's buffer to recover the other one.
-        xp, n = self.xp, buffer.shape[0]
-        mine = xp.zeros(-(-n // 4), "int32")
-        xp.bitcast(mine, "uint8")[:n] = buffer
-        wait = self.reduce_wide(xp.buffers.copy(mine), "sum", name)
-
-        def finish() -> list[Array]:
-            other = xp.bitcast(wait().sub_(mine), "uint8")[:n]
-            return [buffer, other] if self.rank == 0 else [other, buffer]
-
-        return finish
+    def on_cpu(self, buffer: Array) -> bool:
+        return bool(buffer.device.type == "cpu")
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         sizes = self._begin(self._hvd.allgather_async, self.xp.lengths([buffer]), name=f"{name}.sizes")
@@ -283,10 +296,13 @@ class TensorflowHorovod(_BoundHorovod):
         result = self._run(self._hvd.allreduce, buffer, op=self._ops[op], name=name)
         return lambda: result
 
-    def gather(self, buffer: Array, name: str) -> Wait:
+    def gather_all(self, buffer: Array, name: str) -> Wait:
         result = self._run(self._hvd.allgather, buffer, name=name)
         size = self.xp.shape(buffer)[0]
         return lambda: [result[w * size : (w + 1) * size] for w in range(self.size)]
+
+    def on_cpu(self, buffer: Array) -> bool:
+        return not self._hvd.nccl_built()  # a graph does not know yet where its tensors will be
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         import tensorflow as tf

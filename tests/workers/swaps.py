@@ -1,5 +1,6 @@
-"""Gathers of Horovod with small and large buffers: OUT."""
+"""Gathers of Horovod with small and large buffers: OUT TOOLKIT (torch, tensorflow or graph)."""
 
+import importlib
 import sys
 
 import numpy as np
@@ -12,18 +13,29 @@ def values(rank, size):
 
 
 def main():
-    import horovod.torch as hvd
-    import torch
+    toolkit = "torch" if sys.argv[2] == "torch" else "tensorflow"
+    hvd = importlib.import_module(f"horovod.{toolkit}")
     from launch import save
 
     import grace
 
     hvd.init()
-    transport = grace.transports.get_transport("horovod").bind(grace.backends.get_backend("torch"))
+    xp = grace.backends.get_backend(toolkit)
+    transport = grace.transports.get_transport("horovod").bind(xp)
     summed, begin = [], transport.reduce_wide
     transport.reduce_wide = lambda *args: (summed.append(args), begin(*args))[1]
-    waits = [transport.gather(torch.from_numpy(values(hvd.rank(), size)), f"of {size}") for size in SIZES]
-    found = [[buffer.numpy() for buffer in wait()] for wait in waits]
+
+    def gather(buffers):
+        # Slices from the second byte on, which are not aligned.
+        waits = [transport.gather(buffer[1:], f"of.{size}") for buffer, size in zip(buffers, SIZES, strict=True)]
+        return [wait() for wait in waits]
+
+    if sys.argv[2] == "graph":
+        import tensorflow as tf
+
+        gather = tf.function(gather, autograph=False)
+    given = [xp.asarray(np.append(np.uint8(0), values(hvd.rank(), size)), "uint8") for size in SIZES]
+    found = [[xp.to_numpy(buffer) for buffer in buffers] for buffers in gather(given)]
     save(sys.argv[1], hvd.rank(), {"gathered": found, "summed": len(summed)})
 
 

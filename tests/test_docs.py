@@ -150,8 +150,9 @@ def test_the_choice_of_methods_is_that_of_the_stored_results():
     for row in rows:
         base = dense[(*(row[key] for key in CELL), row["bandwidth"])]
         loss = (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
-        shares.setdefault(row["method"], []).append(math.log(row["seconds"] / base["seconds"]))
-        out |= {row["method"]} if loss > 0.03 else set()
+        if row["seeds"] == 3:
+            shares.setdefault(row["method"], []).append(math.log(row["seconds"] / base["seconds"]))
+        out |= {row["method"]} if loss > (0.03 if row["seeds"] == 3 else 0.06) else set()
     means = {method: sum(each) / len(each) for method, each in shares.items() if method not in out}
     assert plan.Job("image", "torch", 2, min(means, key=means.get), ()).params == BEGIN
     assert json.dumps(BEGIN) in (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NARROW = 80  # columns
-BEGIN = {"compressor": "blockint", "bits": 4}
+BEGIN = {"compressor": "eden", "bits": 3, "block_size": 64}
 """The method with the fastest steps among those that trained nearly as well as dense gradients (docs/choose.md)."""
 
 

@@ -398,8 +398,13 @@ def test_a_worker_of_local_training_times_whole_intervals(tmp_path, monkeypatch)
 
 def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch):
     trainer = Recorder()
-    slow = iter((0.3, 0.1))  # when a process starts
-    monkeypatch.setattr(trainer, "step", lambda *_: time.sleep(next(slow, 2e-3)))
+    now, taken = [0.0], iter((30.0, 10.0, 2.0, 3.0))  # seconds: a process is slow when it starts
+
+    def step(*_):
+        now[0] += next(taken, 2.0)
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=time.sleep))
     monkeypatch.setitem(sys.modules, "grace.bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
     (tmp_path / "is-10mbit").touch()  # as the launcher answers
     monkeypatch.setattr(worker, "traffic", lambda: (0, 0))
@@ -409,10 +414,8 @@ def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch)
     order = [event["event"] for event in events]
     assert order.index("wants") < order.index("looked")
     (trained,) = (event for event in events if event["event"] == "trained")
-    assert len(trained["clock"]) == len(trained["curve"])
-    after = trained["clock"][1:]  # from the fourth step on
-    assert after == sorted(after)
-    assert 8 * 2e-3 <= after[-1] < 0.2
+    assert [step for step, _ in trained["curve"]] == [2, 4, 6, 8]
+    assert trained["clock"] == [2 * 10.0, 4 * 3.0, 4 * 3.0 + 4.0, 4 * 3.0 + 8.0]  # from the fourth step on they add up
 
 
 # -- what was measured is kept, and not measured again -----------------------------------------------------------------

@@ -254,7 +254,7 @@ class Target:
     peer: str = ""
     """Empty if no peer has this method."""
     speedup: tuple[float, ...] = ()
-    """Minimum ratio of the peer's time to ours, with the default allocator and a tuned one."""
+    """Minimum ratio of the peer's time to ours, with the default allocator and a tuned one; empty without a peer."""
     tensors: str = "flat"
 
 
@@ -284,7 +284,7 @@ def target_cases(tensors: str, with_peers: bool) -> list[Case]:
         if target.tensors != tensors:
             continue
         ours = cases.get(target.spec) or parse(target.spec)
-        peers = dict.fromkeys((*ours.against, *filter(None, [target.peer])))
+        peers = dict.fromkeys((*ours.against, *[target.peer] * bool(target.peer)))
         cases[target.spec] = Case(ours.label, ours.params, form=ours.form, against=tuple(peers) if with_peers else ())
         if with_peers and target.peer:
             name = target.peer.split()[1]

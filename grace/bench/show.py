@@ -133,7 +133,7 @@ def check(results: Results) -> list[dict[str, Any]]:
                 value = None if record is None or not record[target.operation] else multiple(record, target.operation)
                 what = "native" if kernels == "on" else "portable"
                 lines.append(_line(target, f"{what}, {NAMES[allocator]}", value, limit, "M", most=True))
-        for allocator, least in zip(ALLOCATORS, target.speedup, strict=False):
+        for allocator, least in zip(ALLOCATORS, target.speedup, strict=True) if target.peer else ():
             for kernels in ("off", "on"):
                 record = _find(results, target, label, kernels, allocator)
                 value = None if record is None else record["speedup"].get(target.peer, {}).get(target.operation)

@@ -56,7 +56,7 @@ It roughly fits short trainings of the same Transformer (docs/guide.md, `python 
 many steps as dense gradients.
 """
 CLEARLY = 0.8
-"""Part of the largest noise ratio up to which a method may replace the chosen one: they must not take turns."""
+"""Hysteresis: a method replaces the chosen one only if its noise ratio is at most this part of the limit."""
 EARLY = 10
 """Number of steps after which the noise of a chosen method is checked for the first time. The interval doubles after
 each check, up to ``watch_steps``."""
@@ -198,7 +198,7 @@ class Auto(Policy):
     def _measured(self, memo: Mapping[str, Any], level: int, noise: Mapping[str, Noise]) -> dict[str, Any]:
         # The signal, and the errors by level, after a trial or a check.
         error, signal = error_and_signal(noise)
-        if not any(each.wanted or each.sampling for each in noise.values()):  # no finite gradient but zero
+        if not any(each.wanted or each.sampling for each in noise.values()):  # no finite gradients, or zeros only
             error, signal = memo["errors"].get(str(level), 0.0), memo["signal"]
         elif level in self._feedback:
             signal = memo["signal"]  # here the wanted means contain what was held back

@@ -57,8 +57,7 @@ class Worker:
     def train(self) -> None:
         """Run all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then.
 
-        The first steps count like the one that follows them: a process is slow when it starts, which the times of
-        `time` leave out, too.
+        Each of the first WARM_UP steps counts as long as the step after them, since `time` leaves out warm-up as well.
         """
         if self.job.trained_at:
             self.shape(self.job.trained_at)

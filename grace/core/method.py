@@ -22,6 +22,11 @@ class Method:
     compressor: Compressor
     memory: Memory
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether errors are sent in later steps: by the memory, or by the compressor's own residual."""
+        return self.memory.feedback or self.compressor.traits.internal_feedback
+
     def check(self) -> None:
         """Raise ValueError for an invalid pair, and warn if a pair loses gradients."""
         compressor, traits, large = self.compressor, self.compressor.traits, 2**20

@@ -115,8 +115,7 @@ class Schedule:
 
     @property
     def _feeds_back(self) -> list[float]:
-        ways = (method for method, _ in self.ways)
-        return [float(way.memory.feedback or way.compressor.traits.internal_feedback) for way in ways]
+        return [float(method.feeds_back) for method, _ in self.ways]
 
     def on_gradient(self, gradients: Mapping[str, Array]) -> None:
         """Add gradients, float32[n], to the sums; the caller may change them afterwards."""

@@ -253,9 +253,7 @@ class Auto(Policy):
     def _feedback(self) -> frozenset[int]:
         # The levels with error feedback.
         methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
-        return frozenset(
-            level for level, each in methods if each.memory.feedback or each.compressor.traits.internal_feedback
-        )
+        return frozenset(level for level, method in methods if method.feeds_back)
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:

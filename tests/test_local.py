@@ -756,6 +756,21 @@ def test_another_number_of_workers_begins_an_interval_from_the_base():
         assert workers[0].local.landed == 2
 
 
+def test_all_workers_exchange_in_a_finish_right_after_one_joins():
+    make = lambda t: DiLoCo(grace_from_params(NONE, t), 4)  # noqa: E731
+    for steps in (4, 6):  # right after a landing, and between two
+        survivors = team(backend("numpy"), 2, START, make)
+        for t in range(steps):
+            step(survivors, lambda rank, t=t: drift(t, rank, SHAPES))
+        states, world = [worker.local.state_dict() for worker in survivors], World(3)
+        workers = [*survivors, *team(backend("numpy"), 1, START, make)]
+        for rank, worker in enumerate(workers):
+            worker.local.reset(LocalTransport(world, rank), states)
+        in_turn(worker.local.finishing() for worker in workers)
+        assert [worker.local.landed for worker in workers] == [2] * 3
+        assert all(equal(worker.local.global_state(), workers[0].local.global_state()) for worker in workers)
+
+
 def test_states_that_do_not_fit_are_refused():
     make = lambda transport: LocalSGD(grace_from_params(NONE, transport), 4)  # noqa: E731
     (worker,) = team(backend("numpy"), 1, START, make)

@@ -309,7 +309,8 @@ class DiLoCo:
         self.grace.load_state_dict(*(state["grace"] for state in states))
         self._take(states[0])
         if not own:
-            self._begin_slot()
+            self._restore()
+            self._progress.apart = False
             return
         self._progress.inner, self._progress.apart = states[0]["inner"], states[0]["apart"]
         if sent := states[0]["sent"]:
@@ -339,7 +340,7 @@ class DiLoCo:
             self._take(newest)
         self._progress.first_step = self.steps
         if joins:
-            self._begin_slot()
+            self._restore()  # not `apart = False`: survivors may be apart, and all must take part in `finish`
 
     def _take(self, state: State) -> None:
         # Load the part of a state that is equal on all workers.
@@ -347,10 +348,9 @@ class DiLoCo:
             self._model.take(state)
         self._progress.take(state)
 
-    def _begin_slot(self) -> None:
+    def _restore(self) -> None:
         with self._model.access.inside():
             self._model.restore()
-        self._progress.inner, self._progress.apart = 0, False
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:

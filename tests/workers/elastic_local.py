@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import zlib
 
 import numpy as np
@@ -42,6 +43,8 @@ class Commit(keras.callbacks.Callback):
         state.epoch = epoch + 1
         if local.rank == 0:
             print(f"epoch {epoch + 1}: {local.world_size} workers, accuracy {logs['val_accuracy']:.3f}", flush=True)
+        if local.world_size == 3 and epoch >= EPOCHS // 2:
+            time.sleep(1.5)  # until the fourth worker comes, however fast these are
         state.commit()
 
 

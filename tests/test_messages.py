@@ -1,4 +1,4 @@
-"""Invalid messages: rejected on arrival, with the sender's name."""
+"""Messages: what travels together, and what is rejected on arrival, with the sender's name."""
 
 import ctypes
 import re
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from methods import BACKENDS, backend, normal, workers
 
-from grace.core.collectives import Gather
+from grace.core.collectives import AllToAll, Gather, Reduce
 from grace.core.gathered import GatheredPayloads
 from grace.transports.local import LocalTransport, World
 from grace.transports.packer import Packer
@@ -28,6 +28,35 @@ def test_what_was_packed_comes_out(xp):
         floats, numbers = unpack(xp.asarray(data, "uint8"), layout, 1)
         assert xp.to_numpy(floats).tolist() == [1, 2, 3]
         assert xp.to_numpy(numbers).tolist() == [[7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("other", [Gather, AllToAll, None])
+def test_sums_travel_with_the_other_messages_of_a_round_if_they_are_small(xp, other, size, monkeypatch):
+    reduced = []
+    reduce = LocalTransport.reduce
+    monkeypatch.setattr(LocalTransport, "reduce", lambda self, *args: reduced.append(args) or reduce(self, *args))
+    rows = [normal(4000, seed=rank) for rank in range(size)]
+    matrices = [normal(12, seed=10 + rank).reshape(3, 4) for rank in range(size)]
+    large = [normal(4000, seed=20 + rank) for rank in range(size)]
+    for sums, alone in ((2, False), (4000, True)):
+        world, waits = World(size), []
+        for rank in range(size):
+            transport = LocalTransport(world, rank).bind(xp)
+            mine = xp.asarray(rows[rank], "float32")
+            items = {Gather: [Gather((mine,))], AllToAll: [AllToAll(((mine,),) * size)], None: []}[other]
+            means = tuple(xp.asarray(each, "float32") for each in (matrices[rank], large[rank][:sums], matrices[rank]))
+            items += [Reduce(means, "mean"), Reduce((xp.asarray([rank, 1], "float32"),), "sum"), Reduce(means[:1])]
+            waits.append(transport.start(items, "round"))
+        for wait in waits:
+            *_, (matrix, vector, again), (counts,), (last,) = [*wait()]
+            for found in (matrix, again, last):
+                np.testing.assert_allclose(xp.to_numpy(found), np.mean(matrices, 0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(xp.to_numpy(vector), np.mean(large, 0)[:sums], rtol=1e-5, atol=1e-6)
+            assert xp.to_numpy(counts).tolist() == [size * (size - 1) / 2, size]
+        carried = other is not None and xp.mutable and (not alone or size <= 2)
+        assert bool(reduced) != carried
+        reduced.clear()
 
 
 @pytest.mark.parametrize("change", [-1, -4, 1, 28, -28])

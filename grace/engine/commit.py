@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ class Commit:
     ):
         self._setup, self._flight, self._flat, self._levels = setup, flight, flat, levels
         self.skipped = 0
+        self._plain = {unit for unit in flat if setup.plain(unit, levels[unit])}
         self._holders = self._count_holders(gradients)
         self._marks = self._marked_means()
         self._all_finite = self._look_at_marks()
@@ -47,7 +49,7 @@ class Commit:
         found: list[tuple[Unit, Array, Array | None]] = []
         deferred = setup.deferred_kernels()
         for unit, x in self._flat.items():
-            if setup.plain(unit, self._levels[unit]):
+            if unit in self._plain:
                 mean, state = xp.cast(next(dense), unit.dtype), {}
             else:
                 mean, state = self._flight.results.pop(unit.name)
@@ -77,10 +79,9 @@ class Commit:
     def counts(self) -> dict[str, list[Any]]:
         """Number of bytes sent, bytes received and exchanges, by unit."""
         setup = self._setup
-        plain = [unit for unit in self._flat if setup.plain(unit, self._levels[unit])]
         sizes = {
-            unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[setup.wire_dtype(unit, self._levels[unit])]
-            for unit in plain
+            unit.name: math.prod(unit.shape) * ITEMSIZE[setup.wire_dtype(unit, self._levels[unit])]
+            for unit in self._plain
         }
         asked = [(name, *rest) for name, *rest in self._flight.asked if name != DENSE]
         units = [*(unit.name for unit in self._flat), *self._flight.results]
@@ -129,8 +130,7 @@ class Commit:
         # Lazy means whose payloads show whether they are finite.
         found = {}
         for unit in self._flat:
-            plain = self._setup.plain(unit, self._levels[unit])
-            mean = None if plain else self._flight.results[unit.name][0]
+            mean = None if unit in self._plain else self._flight.results[unit.name][0]
             if isinstance(mean, LazyMean) and mean.marked and self._judged(unit) and not self._narrow(unit):
                 found[unit] = mean
         return found

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from grace.core import Array, Transport
-from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
+from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce, arrays_of
 from grace.core.dtypes import ITEMSIZE
 from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offsets
 from grace.transports.packer import Packer
@@ -20,7 +22,7 @@ from grace.transports.packer import Packer
 Wait = Callable[[], Any]
 """A function that waits for a transfer to end and returns its result."""
 CARRIED = 2**18
-"""Maximum number of bytes in sums that travel with a gather."""
+"""Maximum number of bytes in sums that travel with a gather or an all-to-all."""
 
 
 class MessageTransport(Transport):
@@ -139,25 +141,30 @@ class MessageTransport(Transport):
         ]
 
     def _carried(self, collectives: Sequence[Collective]) -> tuple[Sequence[Collective], dict[int, Reduce]]:
-        # Let small sums travel with the gathers of the same round: every worker gathers the terms and adds them up in
-        # rank order, which saves a message and its wait. Between two workers the volume is the same; between more it
-        # grows by a small part of the gathered bytes.
+        # Let small sums travel with the gathers or all-to-alls of the same round: every worker receives the terms and
+        # adds them up in rank order, which saves a message and its wait. Between two workers the volume is the same;
+        # between more it grows by a small part of the other bytes.
         xp = self.xp
-        gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
+        gathers = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
+        others = [each for each in collectives if isinstance(each, AllToAll) and not each.ragged and not each.mutual]
+        carriers = gathers or others
         carried: dict[int, Reduce] = {}
         for index, each in enumerate(collectives):
             if not isinstance(each, Reduce) or each.op not in ("sum", "mean"):
                 continue
             if all(xp.dtype(array) == "float32" for array in each.arrays):
                 carried[index] = each
-        if not xp.mutable or not gathered or not carried:
+        if not xp.mutable or not carriers or not carried:
             return collectives, {}
-        room = sum(xp.nbytes(array) for each in gathered for array in each.arrays) / 4
+        room = sum(xp.nbytes(array) for each in carriers for array in arrays_of(each)) / 4
         size = sum(xp.nbytes(array) for each in carried.values() for array in each.arrays)
         if size > CARRIED or size * (self.size - 2) > room:
             return collectives, {}
-        joined = {index: Gather(self._flat(each.arrays)) for index, each in carried.items()}
-        return [joined.get(index, each) for index, each in enumerate(collectives)], carried
+        found = list(collectives)
+        for index, each in carried.items():
+            terms = self._flat(each.arrays)
+            found[index] = Gather(terms) if gathers else AllToAll((terms,) * self.size)
+        return found, carried
 
     def _flat(self, arrays: Sequence[Array]) -> tuple[Array]:
         return (self.xp.concat([self.xp.reshape(array, (-1,)) for array in arrays]),)
@@ -185,32 +192,28 @@ class MessageTransport(Transport):
     def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
         # One message per dtype: sums and means share it, since a mean is a sum divided by the number of workers.
         xp = self.xp
-        arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
-        waits: dict[str, Wait] = {}
-        sizes: dict[str, list[Any]] = {}
-        divided: set[str] = set()  # dtypes whose arrays need no division after the split
-        for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
-            mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
-            sizes[dtype] = [self._length(array) for array, _ in mine]
+        arrays = [array for item in items for array in item.arrays]
+        means = [item.op == "mean" for item in items for _ in item.arrays]
+        dtypes = [xp.dtype(array) for array in arrays]
+        op = "sum" if items[0].op == "mean" else items[0].op
+        waits: dict[str, Callable[[], Sequence[Array]]] = {}
+        for dtype in dict.fromkeys(dtypes):
+            members = [index for index, other in enumerate(dtypes) if other == dtype]
+            parts = [xp.reshape(arrays[index], (-1,)) for index in members]
+            divided = [means[index] for index in members]
+            sizes = [self._length(part) for part in parts]
             if ITEMSIZE[dtype] == 2:  # a sum in half precision may overflow: divide first
-                mine = [(array / self.size if mean else array, False) for array, mean in mine]
-            parts = [array for array, _ in mine]
+                parts = [part / self.size if mean else part for part, mean in zip(parts, divided, strict=True)]
+                divided = [False] * len(parts)
             buffer = xp.concat(parts) if len(parts) > 1 else xp.buffers.copy(parts[0])
-            op = "sum" if items[0].op == "mean" else items[0].op
-            whole = all(mean for _, mean in mine)
-            waits[dtype] = self._reduce_buffer(buffer, op, whole, f"{tag}.{dtype}")
-            if whole or ITEMSIZE[dtype] == 2:
-                divided.add(dtype)
+            waits[dtype] = self._reduce_buffer(buffer, op, sizes, divided, f"{tag}.{dtype}")
 
         def finish() -> list[Any]:
-            parts = {dtype: iter(xp.split(wait(), sizes[dtype])) for dtype, wait in waits.items()}
+            found = {dtype: iter(wait()) for dtype, wait in waits.items()}
             reduced = []
-            for array, mean in arrays:
-                dtype, shape = xp.dtype(array), xp.shape(array)
-                found = next(parts[dtype])
-                if mean and dtype not in divided:
-                    found = xp.inplace.divide(found, self.size)
-                reduced.append(xp.reshape(found, (-1,) if None in shape else shape))
+            for array, dtype in zip(arrays, dtypes, strict=True):
+                shape = xp.shape(array)
+                reduced.append(xp.reshape(next(found[dtype]), (-1,) if None in shape else shape))
             return [tuple(reduced[part]) for part in _slices(items)]
 
         return finish
@@ -220,11 +223,25 @@ class MessageTransport(Transport):
         (n,) = self.xp.shape(x)
         return self.xp.integers(self.xp.lengths([x]))[0] if n is None else n
 
-    def _reduce_buffer(self, buffer: Array, op: str, mean: bool, tag: str) -> Wait:
-        if self.xp.shape(buffer)[0] == 0:
-            return lambda: buffer
-        wait = self.reduce(buffer, op, tag)
-        return (lambda: self.xp.inplace.divide(wait(), self.size)) if mean else wait
+    def _reduce_buffer(
+        self, buffer: Array, op: str, sizes: list[Any], means: list[bool], tag: str
+    ) -> Callable[[], Sequence[Array]]:
+        # Reduce the parts of a buffer; the wait returns them. Adjacent ``means`` are divided at once.
+        xp = self.xp
+        wait = self.reduce(buffer, op, tag) if xp.shape(buffer)[0] != 0 else lambda: buffer
+        runs = [
+            (mean, [size for _, size in run]) for mean, run in groupby(zip(means, sizes, strict=True), itemgetter(0))
+        ]
+
+        def finish() -> Sequence[Array]:
+            whole = wait()
+            found: list[Array] = []
+            pieces = xp.split(whole, [sum(run) for _, run in runs]) if len(runs) > 1 else [whole]
+            for (mean, run), piece in zip(runs, pieces, strict=True):
+                found += xp.split(xp.inplace.divide(piece, self.size) if mean else piece, run)
+            return found
+
+        return finish
 
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._packer.pack(_arrays(items))

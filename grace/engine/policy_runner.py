@@ -7,6 +7,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -113,7 +114,7 @@ class Schedule:
             return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
         return self._feeds_back[self.level(name)]
 
-    @property
+    @cached_property
     def _feeds_back(self) -> list[float]:
         return [float(method.feeds_back) for method, _ in self.ways]
 

@@ -340,7 +340,7 @@ class DiLoCo:
             self._take(newest)
         self._progress.first_step = self.steps
         if joins:
-            self._restore()  # not `apart = False`: survivors may be apart, and all must take part in `finish`
+            self._restore()  # `apart` stays True, as on the survivors, so that all workers exchange in `finish`
 
     def _take(self, state: State) -> None:
         # Load the part of a state that is equal on all workers.
@@ -349,6 +349,7 @@ class DiLoCo:
         self._progress.take(state)
 
     def _restore(self) -> None:
+        # Set the parameters to the base.
         with self._model.access.inside():
             self._model.restore()
 

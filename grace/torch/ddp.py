@@ -11,7 +11,7 @@ import torch
 from grace.engine.session import Grace
 from grace.torch.checks import check_grace, check_momentum
 from grace.torch.gradients import dense, plain
-from grace.torch.ownership import HOOK, Claim, claim, extend
+from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
 
 
@@ -47,10 +47,10 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     views = [dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
-    if grace.names or bucket.is_last():
-        known = set(grace.names)
+    known = set(grace.names)
+    if known or bucket.is_last():
         new = {n: p for arrived in book.waiting for n, p in arrived.parameters.items() if n not in known}
-        if new:  # parameters, not gradients: DDP presents complex gradients as real ones
+        if new:  # build from parameters, not gradients: DDP presents complex gradients as real ones
             grace.build(new)
         for arrived in book.waiting[book.launched :]:
             present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
@@ -109,7 +109,6 @@ class _Book:
         self.waiting: list[_Arrived] = []
         self.launched = 0  # how many of the waiting buckets were launched
         self.before = Sample()  # copies of some parameters, made at the last exchange
-        self._held: set[torch.Tensor] = set()  # the claimed parameters
         self._seen: WeakSet[Any] = WeakSet()  # optimizers that were already checked
         self._models: list[ref[torch.nn.Module]] = []
 
@@ -117,14 +116,13 @@ class _Book:
         """Claim new parameters. ValueError if another integration drives them, RuntimeError if the claim ended."""
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
-        new = [p for p in parameters if p not in self._held]
+        new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
         if not new:
             return
         if self.claim is None:
             self.claim = claim(grace, new, HOOK, self)
         else:
             extend(self.claim, new)
-        self._held.update(new)
         arriving = WeakMethod(self._before_accumulation)
 
         def before_accumulation(gradient: torch.Tensor) -> None:

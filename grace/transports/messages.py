@@ -146,8 +146,8 @@ class MessageTransport(Transport):
         # between more it grows by a small part of the other bytes.
         xp = self.xp
         gathers = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
-        others = [each for each in collectives if isinstance(each, AllToAll) and not each.ragged and not each.mutual]
-        carriers = gathers or others
+        exchanges = [each for each in collectives if isinstance(each, AllToAll) and not each.ragged and not each.mutual]
+        carriers = gathers or exchanges
         carried: dict[int, Reduce] = {}
         for index, each in enumerate(collectives):
             if not isinstance(each, Reduce) or each.op not in ("sum", "mean"):
@@ -200,13 +200,13 @@ class MessageTransport(Transport):
         for dtype in dict.fromkeys(dtypes):
             members = [index for index, other in enumerate(dtypes) if other == dtype]
             parts = [xp.reshape(arrays[index], (-1,)) for index in members]
-            divided = [means[index] for index in members]
+            averaged = [means[index] for index in members]
             sizes = [self._length(part) for part in parts]
             if ITEMSIZE[dtype] == 2:  # a sum in half precision may overflow: divide first
-                parts = [part / self.size if mean else part for part, mean in zip(parts, divided, strict=True)]
-                divided = [False] * len(parts)
+                parts = [part / self.size if mean else part for part, mean in zip(parts, averaged, strict=True)]
+                averaged = [False] * len(parts)
             buffer = xp.concat(parts) if len(parts) > 1 else xp.buffers.copy(parts[0])
-            waits[dtype] = self._reduce_buffer(buffer, op, sizes, divided, f"{tag}.{dtype}")
+            waits[dtype] = self._reduce_buffer(buffer, op, sizes, averaged, f"{tag}.{dtype}")
 
         def finish() -> list[Any]:
             found = {dtype: iter(wait()) for dtype, wait in waits.items()}
@@ -226,7 +226,7 @@ class MessageTransport(Transport):
     def _reduce_buffer(
         self, buffer: Array, op: str, sizes: list[Any], means: list[bool], tag: str
     ) -> Callable[[], Sequence[Array]]:
-        # Reduce the parts of a buffer; the wait returns them. Adjacent ``means`` are divided at once.
+        # Reduce a buffer; the wait returns its parts, of these sizes. Adjacent means are divided by one call.
         xp = self.xp
         wait = self.reduce(buffer, op, tag) if xp.shape(buffer)[0] != 0 else lambda: buffer
         runs = [

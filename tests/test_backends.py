@@ -632,9 +632,9 @@ def test_a_vector_is_split_and_bytes_are_counted(ops):
         assert [len(part) for part in found] == sizes
         assert np.concatenate(found).tolist() == x.tolist()
     assert ops(lambda xp, x: xp.asarray([len(xp.split(x, []))], "int32"), x[:0]).tolist() == [0]
-    for dtype, size in ITEMSIZE.items():
+    for dtype in [*FIXED, "bool"]:
         found = ops(lambda xp, x: xp.asarray(xp.nbytes(xp.cast(x, dtype)), "int64"), x.reshape(5, 2))
-        assert int(found) == 10 * size
+        assert int(found) == 10 * ITEMSIZE[dtype]
 
 
 def test_arrays_are_joined_whether_or_not_they_lie_side_by_side(ops):

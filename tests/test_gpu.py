@@ -1,4 +1,4 @@
-"""`grace bench gpu`, on a CPU: no CUDA device has run it yet."""
+"""`grace bench gpu`, on a CPU."""
 
 import json
 import re
@@ -10,7 +10,7 @@ pytest.importorskip("typer", reason="the command line")
 
 from typer.testing import CliRunner
 
-from grace.bench import gpu
+from grace.bench import gpu, trainings
 from grace.cli.app import app
 
 
@@ -33,6 +33,9 @@ def test_all_parts_run_to_the_end_on_a_cpu_and_the_result_is_marked(tmp_path):
     assert not found["laws"]["left_out"]
     assert bool(found["kernels"]["cases"]) == bool(found["kernels"]["isa"])
     assert all(case["equal"] for case in found["kernels"]["cases"])
+    assert not found["trainings"]["left_out"]
+    assert len(found["trainings"]["rows"]) == len(trainings.LOOPS) * len(trainings.SHARDED)
+    assert not gpu.differing(found)
     assert {each["label"] for each in found["times"]["records"]} == {*gpu.QUICK, "torch powerSGD_hook"}
     exchanged = found["exchange"]
     assert not exchanged["left_out"]
@@ -53,6 +56,7 @@ def test_without_a_device_nothing_is_measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no CUDA device here" in call(status=2)
+    monkeypatch.chdir(tmp_path)  # without results
     (other := tmp_path / "other.json").write_text("{}")
     assert "other.json was not written by" in call("--show", other, status=2)
     assert "none of these files is of a GPU" in call("--show", "--backend", "cpu", status=2)
@@ -63,9 +67,24 @@ def test_what_does_not_hold_is_named():
     data = {
         "laws": {"broken": ["a: law: AssertionError"]},
         "kernels": {"cases": [{"case": "b", "equal": False}, {"case": "c", "equal": True}]},
+        "trainings": {
+            "rows": [
+                {"network": "gloo", "loop": "ddp", "method": "e", "difference": 0.5, "error": ""},
+                {"network": "gloo", "loop": "ddp", "method": "f", "difference": 0.0, "error": ""},
+                {"network": "nccl", "loop": "fsdp", "method": "g", "difference": None, "error": "ValueError: no"},
+            ],
+            "left_out": [{"network": "gloo", "reason": "no time was left"}],
+        },
         "times": {"records": [waits, {**waits, "label": "d", "variable_length": True}, {**waits, "host_waits": None}]},
     }
-    assert gpu.failures(data) == ["law: a: law: AssertionError", "kernels: b differs", "host waits: a waits 2 times"]
+    assert gpu.failures(data) == [
+        "law: a: law: AssertionError",
+        "kernels: b differs",
+        "trainings: ddp over gloo, e: differs by 0.5",
+        "trainings: fsdp over nccl, g: ValueError: no",
+        "trainings: gloo: no time was left",
+        "host waits: a waits 2 times",
+    ]
 
 
 def test_files_are_named_after_their_device():

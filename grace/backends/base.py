@@ -305,8 +305,11 @@ class Backend(ABC):
         return self.take(self.sort(x), ranks)
 
     @abstractmethod
-    def nonzero(self, mask: Array) -> Array:
-        """int32[K]: ascending positions where a bool vector is true. Only its shape and `beyond`'s depend on values."""
+    def nonzero(self, mask: Array, count: int | None = None) -> Array:
+        """int32[K]: ascending positions where a bool vector is true. Only its shape and `beyond`'s depend on values.
+
+        ``count``: K where it is known; the host then does not wait for a device.
+        """
 
     def beyond(self, x: Array, bound: Array) -> Array:
         """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""

@@ -355,7 +355,7 @@ class NumpyBackend(Backend):
     def ranked(self, x: Array, ranks: Array) -> Array:
         return selection.ranked(x, ranks)
 
-    def nonzero(self, mask: Array) -> Array:
+    def nonzero(self, mask: Array, count: int | None = None) -> Array:
         return np.flatnonzero(mask).astype(np.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:

@@ -259,7 +259,7 @@ class TensorflowBackend(Backend):
     def sort(self, x: Array) -> Array:
         return tf.sort(x)
 
-    def nonzero(self, mask: Array) -> Array:
+    def nonzero(self, mask: Array, count: int | None = None) -> Array:
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:

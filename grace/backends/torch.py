@@ -117,7 +117,8 @@ class TorchLinalg(Linalg):
         return values.flip(0), vectors.flip(1)
 
     def solve(self, a: Array, b: Array) -> Array:
-        return torch.linalg.solve(a, b)
+        # On a device `solve` would wait to see whether a matrix is singular.
+        return torch.linalg.solve(a, b) if self._xp.on_host else torch.linalg.solve_ex(a, b)[0]
 
     @property
     def _threaded(self) -> bool:
@@ -166,6 +167,10 @@ class TorchBackend(Backend):
         flags = getattr(values, "flags", None)
         if flags is not None and not flags.writeable:  # PyTorch does not support read-only memory
             values = values.copy()
+        if self.device.type == "cuda" and not isinstance(values, torch.Tensor):
+            # A copy from pageable memory would wait for the device.
+            pinned = torch.as_tensor(values, dtype=DTYPES[dtype], device=CPU).pin_memory()
+            return pinned.to(self.device, non_blocking=True)
         return torch.as_tensor(values, dtype=DTYPES[dtype], device=self.device)
 
     def to_numpy(self, x: Array) -> Any:
@@ -194,7 +199,7 @@ class TorchBackend(Backend):
         return x.nbytes
 
     def lengths(self, arrays: Sequence[Array]) -> Array:
-        return torch.tensor([x.shape[0] for x in arrays], dtype=torch.int64, device=self.device)
+        return self.asarray([x.shape[0] for x in arrays], "int64")
 
     def integers(self, x: Array) -> list[Any]:
         return x.tolist()
@@ -394,10 +399,11 @@ class TorchBackend(Backend):
             torch.from_numpy(selection.ranked(x.numpy(), ranks.numpy())) if self.on_host else super().ranked(x, ranks)
         )
 
-    def nonzero(self, mask: Array) -> Array:
+    def nonzero(self, mask: Array, count: int | None = None) -> Array:
         if self.on_host:  # NumPy's function takes a fifth of the time
             return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
-        return torch.nonzero(mask).flatten().to(torch.int32)
+        found = torch.nonzero(mask) if count is None else torch.nonzero_static(mask, size=count, fill_value=0)
+        return found.flatten().to(torch.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:
         if self.host_kernels:

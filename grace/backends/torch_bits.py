@@ -95,9 +95,7 @@ class TorchRandom(Random):
 
     def noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
         """The noise table, float32[NOISE], and row offsets, float32[rows, 1]: noise rows are the fractions of sums."""
-        offsets = torch.tensor(
-            [[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32, device=self._xp.device
-        )
+        offsets = self._xp.asarray([[noise_offset(keys, row + i)] for i in range(rows)], "float32")
         return self._whole_table(table), offsets
 
 

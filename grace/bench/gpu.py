@@ -1,6 +1,6 @@
-"""`grace bench gpu`: checks laws and kernels, and times methods and exchanges, on a CUDA device and into one file.
+"""`grace bench gpu`: checks laws, kernels and trainings, and times methods and exchanges, on a CUDA device.
 
-On a CPU the same parts run, to test the command itself; the file says that it is not from a GPU.
+The results are one file. On a CPU the same parts run, to test the command itself; the file says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from grace.backends import get_backend
 from grace.bench import kernels as bench
 from grace.bench import plan
+from grace.bench import trainings as loops
 from grace.bench.subjects import backend, cuda_of, drive, gradient, own, stepper
 from grace.core import Context
 from grace.core.method import Method, materialize
@@ -96,6 +97,7 @@ def measure(
     left = lambda share: share * (60 * minutes - (time.monotonic() - began))  # noqa: E731
     run.keep("laws", laws(run, left(0.3)))
     run.keep("kernels", same_bits(run))
+    run.keep("trainings", trainings(run, left(0.2)))
     run.keep("times", times(run, left(0.6)))
     run.keep("exchange", exchanges(run, left(0.9)))
     run.data["complete"], run.data["seconds"] = True, round(time.monotonic() - began, 1)
@@ -107,8 +109,17 @@ def failures(data: Mapping[str, Any]) -> list[str]:
     """Descriptions of everything that failed."""
     found = [f"law: {each}" for each in data["laws"]["broken"]]
     found += [f"kernels: {each['case']} differs" for each in data["kernels"]["cases"] if not each["equal"]]
+    for each in differing(data):
+        outcome = each["error"] or f"differs by {each['difference']:.2g}"
+        found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: {outcome}")
+    found += [f"trainings: {each['network']}: {each['reason']}" for each in data["trainings"]["left_out"]]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
     return found
+
+
+def differing(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Trainings that raised an error or ended otherwise than on the CPU."""
+    return [each for each in data["trainings"]["rows"] if each["error"] or each["difference"] > loops.TOLERANCE]
 
 
 def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -191,6 +202,45 @@ def _ulps(a: Any, b: Any) -> float:
     return float(np.max(np.abs(a.astype(np.float64) - b), initial=0.0) / unit)
 
 
+def trainings(run: Run, seconds: float) -> dict[str, Any]:
+    """Compare trainings through each integration with the same on the CPU: two processes; over NCCL one."""
+    rows, left_out = [], []
+    networks = (("gloo", 2), ("nccl", 1)) if run.data["gpu"] else (("gloo", 2),)
+    for network, size in networks:
+        run.progress(f"trainings of {size} processes over {network}")
+        device = "cuda" if run.data["gpu"] else "cpu"
+        found, reason = _processes(loops.work, size, seconds / len(networks), network, size, device, run.quick)
+        rows += [{"network": network, **row} for row in found]
+        if reason:
+            left_out.append({"network": network, "reason": reason})
+    return {"rows": rows, "left_out": left_out}
+
+
+def _processes(target: Callable[..., None], size: int, seconds: float, *args: Any) -> tuple[list[Any], str]:
+    # Call target(rank, folder, end, *args) in ``size`` processes, which write rows.jsonl and error.txt in the folder:
+    # the rows, and why a process failed.
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ends = time.time() + seconds
+        workers = [context.Process(target=target, args=(rank, folder, ends, *args)) for rank in range(size)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(1.0, ends + 30 - time.time()))
+        late = [worker for worker in workers if worker.is_alive()]
+        for worker in late:
+            worker.kill()
+            worker.join()
+        written, failed = Path(folder, "rows.jsonl"), Path(folder, "error.txt")
+        rows = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+        codes = [worker.exitcode for worker in workers]
+        if not any(codes):
+            return rows, ""
+        if failed.exists():
+            return rows, failed.read_text()
+        return rows, "no time was left" if late else f"the processes ended with {codes}"
+
+
 def times(run: Run, seconds: float) -> dict[str, Any]:
     """Time encode, commit and decode of every method, and torch's PowerSGD hook, in units of a copy on the device."""
     cases, left_out = plan.everything()
@@ -219,24 +269,10 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
     for network in networks:
         run.progress(f"exchange between two processes over {network}")
-        with tempfile.TemporaryDirectory() as folder:
-            context = multiprocessing.get_context("spawn")
-            job = (network, run.device, run.quick, folder, time.time() + seconds / len(networks))
-            workers = [context.Process(target=_worker, args=(rank, *job)) for rank in range(2)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join(max(1.0, job[-1] + 30 - time.time()))
-            for worker in workers:
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join()
-            written = Path(folder, "rows.jsonl")
-            lines = written.read_text().splitlines() if written.exists() else []
-            rows += [{"network": network, **json.loads(line)} for line in lines]
-            if any(worker.exitcode for worker in workers):
-                failed = Path(folder, "error.txt")
-                left_out.append({"network": network, "reason": failed.read_text() if failed.exists() else "killed"})
+        found, reason = _processes(_worker, 2, seconds / len(networks), network, run.device, run.quick)
+        rows += [{"network": network, **row} for row in found]
+        if reason:
+            left_out.append({"network": network, "reason": reason})
     return {"rows": rows, "left_out": left_out}
 
 
@@ -251,7 +287,7 @@ def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def _worker(rank: int, network: str, device: str, quick: bool, folder: str, ends: float) -> None:
+def _worker(rank: int, folder: str, ends: float, network: str, device: str, quick: bool) -> None:
     import torch
     import torch.distributed as dist
 
@@ -328,13 +364,14 @@ def tables(data: Mapping[str, Any]) -> str:
     head = f"**{data['device']}**" if data["gpu"] else "**A CPU: a test of the command, no result of a GPU**"
     if not data["complete"]:
         return f"{head}: the run did not end"
-    laws, cases = data["laws"], data["kernels"]["cases"]
+    laws, cases, rows = data["laws"], data["kernels"]["cases"], data["trainings"]["rows"]
     summary = (
         f"{head}{', small tensors' * data['quick']}, PyTorch {data['machine'].get('torch', '?')}, "
         f"{data['seconds']:.0f} s. Laws: {laws['held']} hold, {len(laws['broken'])} broken, "
         f"{len(laws['left_out'])} methods not reached. Kernels ({data['kernels']['isa'] or 'none here'}): "
-        f"{sum(case['equal'] for case in cases)} of {len(cases)} cases equal the plain functions. The host waits in "
-        f"{len(waiting(data))} methods of a fixed length."
+        f"{sum(case['equal'] for case in cases)} of {len(cases)} cases equal the plain functions. Trainings: "
+        f"{len(rows) - len(differing(data))} of {len(rows)} end as on the CPU. "
+        f"The host waits in {len(waiting(data))} methods of a fixed length."
     )
     lines = [
         summary,

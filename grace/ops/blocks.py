@@ -37,8 +37,9 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
     """float32[m]: number of elements in each block."""
     m = block_count(n, block)
     width = n if block is None else block
-    full = [float(width)] * (m - 1) + [float(n - (m - 1) * width)] if m else []
-    return xp.asarray(full, "float32")
+    if m == 0:
+        return xp.zeros(0)
+    return xp.concat([xp.full(m - 1, float(width)), xp.full(1, float(n - (m - 1) * width))])
 
 
 def divisor(xp: Any, scale: Array) -> Array:

@@ -267,7 +267,8 @@ class _Driver:
         if all(name in names for name in self._means):
             self.grace.rollback()
             overflow = self.grace.report_skipped > self._skipped
-            if self.grace.world_size > 1 and not self._warned and not overflow:
+            # Tensors that are sent uncompressed may overflow alone: they are not counted as skipped.
+            if self.grace.world_size > 1 and not self._warned and not overflow and self._means.finite:
                 self._warned = True
                 warnings.warn(
                     "gradients were exchanged and then thrown away: residuals were restored, but the bytes were sent. "

@@ -138,6 +138,12 @@ class Means:
         """Names of the means that were neither removed, replaced nor zeroed."""
         return {name for name in self._put if self.holds(name) and nonzero(self._parameters[name].grad)}
 
+    @property
+    def finite(self) -> bool:
+        """Whether all elements of the gradients that hold the means are finite."""
+        gradients = (self._parameters[name].grad for name in self._put)
+        return all(bool(torch.isfinite(_values(each)).all()) for each in gradients if each is not None)
+
     def written(self) -> None:
         """Record the gradients again after the optimizer's step: whatever it wrote to them counts as the means."""
         for name, put in self._put.items():

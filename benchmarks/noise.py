@@ -1,12 +1,14 @@
 """How well the noise ratio that `auto` measures predicts the number of steps of a training.
 
+python -m benchmarks.noise --toolkit keras --workers 4 --seeds 3 'lstm:dense;blockint:bits=8;powersgd:compress_rank=16'
 python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;topk' --seeds 2 -o out/noise.jsonl
 python -m benchmarks.noise --show benchmarks/results/noise.jsonl    # the table of docs/guide.md
 
-Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process; times are not measured. For each
-method it reports the noise ratio over the first steps and over all steps, the final quality, the step at which dense
-gradients had reached this quality, and how many steps make as much progress as one dense step: as measured and as the
-model predicts. A memory with its own momentum has no noise ratio, since its means differ from mean gradients by design.
+Trains quick tasks of `grace bench tasks` with PyTorch or Keras, all workers in this process; times are not measured.
+For each method it reports the noise ratio over the first steps and over all steps, the final quality, the step at which
+dense gradients had reached this quality, and how many steps make as much progress as one dense step: as measured and as
+the model predicts. A memory with its own momentum has no noise ratio, since its means differ from mean gradients by
+design.
 """
 
 from __future__ import annotations
@@ -19,12 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from grace import grace_from_params
 from grace.bench.plan import parse
-from grace.bench.tasks.tasks import batch, rate, task_of
-from grace.bench.tasks.torch_models import MODELS
+from grace.bench.tasks.tasks import Task, batch, rate, task_of
 from grace.policies import Decision, Noise, Policy
 from grace.policies.auto import DELAY_FACTOR, FACTOR, error_and_signal, noise_ratio
 from grace.transports.local import LocalTransport, World
@@ -56,47 +55,121 @@ class Watch(Policy):
         return decision
 
 
-def train(name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
+class TorchModel:
+    """A task's model and optimizer in PyTorch."""
+
+    def __init__(self, task: Task, sizes: Mapping[str, int], momentum: float, seed: int):
+        import torch
+
+        from grace.bench.tasks.torch_models import MODELS
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self._task, self._torch = task, torch
+        self._model = task.builder("torch", MODELS)(**sizes, **task.quick.model)
+        self.parameters: dict[str, Any] = dict(self._model.named_parameters())
+        self._optimizer: torch.optim.Optimizer
+        if task.optimizer == "adam":
+            self._optimizer = torch.optim.Adam(self.parameters.values(), betas=(momentum, 0.999))
+        else:
+            self._optimizer = torch.optim.SGD(self.parameters.values(), momentum=momentum)
+
+    def gradients(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        """The gradients of a batch, by name."""
+        functional = self._torch.nn.functional
+        logits, wanted = self._model(*map(self._torch.from_numpy, inputs)), self._torch.from_numpy(targets)
+        if self._task.binary:
+            loss = functional.binary_cross_entropy_with_logits(logits, wanted.float())
+        else:
+            loss = functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+        return dict(zip(self.parameters, self._torch.autograd.grad(loss, list(self.parameters.values())), strict=True))
+
+    def apply(self, means: Mapping[str, Any], lr: float) -> None:
+        """One step of the optimizer."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for key, p in self.parameters.items():
+            p.grad = means[key]
+        self._optimizer.step()
+
+    def predict(self, inputs: Any) -> Any:
+        """Logits, as a NumPy array."""
+        self._model.eval()
+        with self._torch.no_grad():
+            found = self._model(*map(self._torch.from_numpy, inputs)).numpy()
+        self._model.train()
+        return found
+
+
+class KerasModel:
+    """A task's model and optimizer in Keras on TensorFlow; gradients are NumPy's arrays."""
+
+    def __init__(self, task: Task, sizes: Mapping[str, int], momentum: float, seed: int):
+        import keras
+        import tensorflow as tf
+
+        from grace.bench.tasks.keras_models import MODELS
+
+        keras.utils.set_random_seed(seed)
+        self._model = model = task.builder("keras", MODELS)(**sizes, **task.quick.model)
+        variables = model.trainable_variables
+        self.parameters = {variable.path: variable.numpy() for variable in variables}
+        if task.optimizer == "adam":
+            self._optimizer = keras.optimizers.Adam(beta_1=momentum)
+        else:
+            self._optimizer = keras.optimizers.SGD(momentum=momentum)
+        self._optimizer.build(variables)
+        losses = keras.losses
+        loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
+
+        def gradients(inputs: Any, targets: Any) -> Any:
+            with tf.GradientTape() as tape:
+                found = loss(targets, model(inputs, training=True))
+            each = tape.gradient(found, [variable.value for variable in variables])
+            return [tf.convert_to_tensor(gradient) for gradient in each]
+
+        self._gradients = tf.function(gradients)
+        self._apply = tf.function(lambda means: self._optimizer.apply(means, variables))
+        self._predict = tf.function(lambda inputs: model(inputs, training=False))
+
+    def gradients(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        """See `TorchModel`."""
+        found = self._gradients(_one_or_list(inputs), targets)
+        return {key: gradient.numpy() for key, gradient in zip(self.parameters, found, strict=True)}
+
+    def apply(self, means: Mapping[str, Any], lr: float) -> None:
+        """See `TorchModel`."""
+        self._optimizer.learning_rate = lr
+        self._apply([means[key] for key in self.parameters])
+
+    def predict(self, inputs: Any) -> Any:
+        """See `TorchModel`."""
+        return self._predict(_one_or_list(inputs)).numpy()
+
+
+def _one_or_list(inputs: Any) -> Any:
+    return list(inputs) if len(inputs) > 1 else inputs[0]
+
+
+TOOLKITS = {"torch": TorchModel, "keras": KerasModel}
+
+
+def train(toolkit: str, name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
     """Train once; returns a row with the noise ratios, and the curve of (step, quality)."""
     task = task_of(name)
     scale, data = task.quick, task.data()
-    torch.manual_seed(seed)
-    model = MODELS[task.model](**data.sizes, **scale.model)
-    parameters = dict(model.named_parameters())
     params = {"compressor": "none"} if method == "dense" else parse(method).params
     memory = grace_from_params(params, "local").method.memory
+    model = TOOLKITS[toolkit](task, data.sizes, 0.0 if memory.includes_momentum else 0.9, seed)
     watch = Watch(memory.feedback)
     world = World(workers)
     graces = [grace_from_params({**params, "policy": watch}, LocalTransport(world, rank)) for rank in range(workers)]
     for grc in graces:
-        grc.build(parameters)
-    momentum = 0.0 if memory.includes_momentum else 0.9
-    optimizer: torch.optim.Optimizer
-    if task.optimizer == "adam":
-        optimizer = torch.optim.Adam(parameters.values(), scale.lr, betas=(momentum, 0.999))
-    else:
-        optimizer = torch.optim.SGD(parameters.values(), scale.lr, momentum=momentum)
-
-    def predict(inputs: Any) -> Any:
-        model.eval()
-        with torch.no_grad():
-            found = model(*map(torch.from_numpy, inputs)).numpy()
-        model.train()
-        return found
-
+        grc.build(model.parameters)
     curve = []
     for step in range(scale.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(scale, step)
         for rank, grc in enumerate(graces):
-            inputs, targets = batch(data, scale.batch, rank, step, seed)
-            logits, wanted = model(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
-            if task.binary:
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted.float())
-            else:
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
-            gradients = torch.autograd.grad(loss, list(parameters.values()))
-            grc.launch(dict(zip(parameters, gradients, strict=True)))
+            grc.launch(model.gradients(*batch(data, scale.batch, rank, step, seed)))
         while [grc for grc in graces if not grc.advance()]:
             pass
         for grc in graces:
@@ -104,16 +177,13 @@ def train(name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
         flights = [grc.tuning() for grc in graces]
         while [flight for flight in flights if flight is not None and not flight.advance()]:
             pass
-        for key, p in parameters.items():
-            p.grad = graces[0].mean(key)
-            for grc in graces[1:]:
-                grc.mean(key)
-        optimizer.step()
+        means = [{key: grc.mean(key) for key in model.parameters} for grc in graces]
+        model.apply(means[0], rate(scale, step))
         if (step + 1) % scale.every == 0:
-            curve.append((step + 1, data.quality(predict)))
+            curve.append((step + 1, data.quality(model.predict)))
     ratios = graces[0].decision.memo["ratios"]
-    head = {"task": name, "method": method, "feeds_back": memory.feedback, "workers": workers, "seed": seed}
-    return {**head, "ratios": ratios, "curve": curve}
+    head = {"toolkit": toolkit, "task": name, "method": method, "feeds_back": memory.feedback}
+    return {**head, "workers": workers, "seed": seed, "ratios": ratios, "curve": curve}
 
 
 def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> float | None:
@@ -173,17 +243,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", help="TASK:METHOD;METHOD, methods as `grace bench tasks` has them")
     parser.add_argument("--show", type=Path, metavar="FILE", help="train nothing: the table of rows that are stored")
+    parser.add_argument("--toolkit", choices=tuple(TOOLKITS), default="torch")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="rows are added to this file, as JSON lines")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     rows = [] if args.show is None else stored(args.show)
     for seed in range(args.seeds):
         for job in args.jobs:
             name, _, methods = job.partition(":")
             for method in methods.split(";"):
-                rows.append(train(name, method, args.workers, seed))
+                rows.append(train(args.toolkit, name, method, args.workers, seed))
                 if args.output is not None:
                     with args.output.open("a") as file:
                         file.write(json.dumps(rows[-1]) + "\n")

@@ -19,14 +19,15 @@ DENSE, FLUSH, FIRST = 0, 1, 2
 CANDIDATES = (
     "fp16",
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "block_size": 64},
+    {"compressor": "eden", "bits": 4, "block_size": 64},
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
 """Methods that stayed near the quality of dense gradients in all trainings that were tried.
 
-Larger blocks spread the noise of large elements over small ones, which Adam amplifies: in Keras's LSTM 8-bit integers in
-blocks of 512 and eden of 4 bits in blocks of 4096 lost 5 to 11 %, 4-bit integers 10 % even in blocks of 64, although
-their noise ratios were small (docs/guide.md).
+Larger blocks spread the noise of large elements over small ones, which Adam amplifies: in Keras's LSTM 8-bit integers
+in blocks of 512 lost up to 7 % and eden of 4 bits in blocks of 4096 11 %; 4-bit integers lost 10 % even in blocks of 64
+(docs/guide.md). Their noise ratios do not show it.
 """
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -105,6 +106,7 @@ class KerasModel:
     """A task's model and optimizer in Keras on TensorFlow; gradients are NumPy's arrays."""
 
     def __init__(self, task: Task, sizes: Mapping[str, int], momentum: float, seed: int):
+        os.environ.setdefault("KERAS_BACKEND", "tensorflow")
         import keras
         import tensorflow as tf
 
@@ -210,7 +212,9 @@ def last_quality(rows: list[dict[str, Any]]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each task and method, means over the seeds."""
+    """Markdown: a line for each task and method, means over the seeds. ValueError if toolkits or workers are mixed."""
+    if len({(row.get("toolkit", "torch"), row["workers"]) for row in rows}) > 1:
+        raise ValueError("one table is of one toolkit and one number of workers: write others to files of their own")
     heads = ["task", "method", "noise ratio, first steps", "noise ratio, all steps", "quality", "dense steps to it"]
     heads += ["steps per dense step", "predicted"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

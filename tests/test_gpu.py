@@ -1,6 +1,7 @@
 """`grace bench gpu`, on a CPU."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("typer", reason="the command line")
 
+from support.endings import end
 from typer.testing import CliRunner
 
 from grace.bench import gpu, trainings
@@ -69,11 +71,14 @@ def test_what_does_not_hold_is_named():
         "kernels": {"cases": [{"case": "b", "equal": False}, {"case": "c", "equal": True}]},
         "trainings": {
             "rows": [
-                {"network": "gloo", "loop": "ddp", "method": "e", "difference": 0.5, "error": ""},
-                {"network": "gloo", "loop": "ddp", "method": "f", "difference": 0.0, "error": ""},
-                {"network": "nccl", "loop": "fsdp", "method": "g", "difference": None, "error": "ValueError: no"},
+                {"network": "gloo", "loop": "ddp", "method": "e", "difference": 0.5},
+                {"network": "gloo", "loop": "ddp", "method": "f", "difference": 0.0},
+                {"network": "nccl", "loop": "fsdp", "method": "g", "difference": float("nan")},
             ],
-            "left_out": [{"network": "gloo", "reason": "no time was left"}],
+            "left_out": [
+                {"network": "gloo", "reason": "the processes ended with [-11, None]"},
+                {"network": "nccl", "reason": "rank 0: TimeoutError: no time was left for ddp, topk"},
+            ],
         },
         "times": {"records": [waits, {**waits, "label": "d", "variable_length": True}, {**waits, "host_waits": None}]},
     }
@@ -81,10 +86,38 @@ def test_what_does_not_hold_is_named():
         "law: a: law: AssertionError",
         "kernels: b differs",
         "trainings: ddp over gloo, e: differs by 0.5",
-        "trainings: fsdp over nccl, g: ValueError: no",
-        "trainings: gloo: no time was left",
+        "trainings: fsdp over nccl, g: differs by nan",
+        "trainings: gloo: the processes ended with [-11, None]",
         "host waits: a waits 2 times",
     ]
+
+
+@pytest.mark.parametrize("off, expected", [(0.0, 0.0), (0.5, 0.5), (math.inf, math.inf), (math.nan, math.nan)])
+def test_trainings_are_compared_relative_to_the_change_of_the_parameters(off, expected, monkeypatch):
+    def train(device, params):
+        weights = [w.detach().clone() for w in trainings.Linear().weights]
+        weights[3][0] += 2.0
+        if device != "cpu":
+            weights[3][0] += 2.0 * off
+        return weights
+
+    monkeypatch.setitem(trainings.LOOPS, "ddp", train)
+    assert trainings.compare("ddp", "none", "another") == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "codes, reason",
+    [
+        ((0, 0), ""),
+        ((0, 7), "the processes ended with [0, 7]"),
+        ((None, 7), "the processes ended with [None, 7]"),
+        ((None, "error"), "rank 1: ValueError: no"),
+        ((None, None), "no time was left"),
+    ],
+)
+def test_processes_that_fail_are_told_from_those_that_take_too_long(codes, reason):
+    assert gpu.in_processes(end, 2, -26.0, codes) == ([], reason)
 
 
 def test_files_are_named_after_their_device():

@@ -308,7 +308,8 @@ class Backend(ABC):
     def nonzero(self, mask: Array, count: int | None = None) -> Array:
         """int32[K]: ascending positions where a bool vector is true. Only its shape and `beyond`'s depend on values.
 
-        ``count``: K where it is known; the host then does not wait for a device.
+        ``count``: K, if known in advance; avoids a device synchronisation. On a device, missing positions are n, and
+        those beyond ``count`` are left out; elsewhere it changes nothing.
         """
 
     def beyond(self, x: Array, bound: Array) -> Array:

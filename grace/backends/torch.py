@@ -130,6 +130,10 @@ class TorchLinalg(Linalg):
             yield part, torch.from_numpy(product)
 
 
+PINNED = 2**16
+"""Bytes up to which an array from the host goes to a CUDA device through pinned memory."""
+
+
 class TorchBackend(Backend):
     """PyTorch tensors of one device."""
 
@@ -168,9 +172,9 @@ class TorchBackend(Backend):
         if flags is not None and not flags.writeable:  # PyTorch does not support read-only memory
             values = values.copy()
         if self.device.type == "cuda" and not isinstance(values, torch.Tensor):
-            # A copy from pageable memory would wait for the device.
-            pinned = torch.as_tensor(values, dtype=DTYPES[dtype], device=CPU).pin_memory()
-            return pinned.to(self.device, non_blocking=True)
+            host = torch.as_tensor(values, dtype=DTYPES[dtype], device=CPU)
+            if host.nbytes <= PINNED:  # a copy from pageable memory waits for the device
+                return host.pin_memory().to(self.device, non_blocking=True)
         return torch.as_tensor(values, dtype=DTYPES[dtype], device=self.device)
 
     def to_numpy(self, x: Array) -> Any:
@@ -402,7 +406,7 @@ class TorchBackend(Backend):
     def nonzero(self, mask: Array, count: int | None = None) -> Array:
         if self.on_host:  # NumPy's function takes a fifth of the time
             return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
-        found = torch.nonzero(mask) if count is None else torch.nonzero_static(mask, size=count, fill_value=0)
+        found = torch.nonzero(mask) if count is None else torch.nonzero_static(mask, size=count, fill_value=len(mask))
         return found.flatten().to(torch.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:

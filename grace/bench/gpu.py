@@ -32,7 +32,7 @@ from grace.factory import grace_from_params
 from grace.planner import models
 from grace.testing.compressors import LAWS
 
-FORMAT = 1
+FORMAT = 2
 SIZE, QUICK_SIZE = 25_000_000, 100_000
 QUICK = ("blockint", "powersgd", "topk")
 """Methods of a quick run."""
@@ -57,6 +57,7 @@ EXCHANGED = {
 BUCKET = 25 * 2**20 // 4
 """Elements of each of the baseline's buckets."""
 WARM_UPS, STEPS = 3, 20
+NO_TIME = "no time was left"
 
 
 class Run:
@@ -110,16 +111,18 @@ def failures(data: Mapping[str, Any]) -> list[str]:
     found = [f"law: {each}" for each in data["laws"]["broken"]]
     found += [f"kernels: {each['case']} differs" for each in data["kernels"]["cases"] if not each["equal"]]
     for each in differing(data):
-        outcome = each["error"] or f"differs by {each['difference']:.2g}"
-        found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: {outcome}")
-    found += [f"trainings: {each['network']}: {each['reason']}" for each in data["trainings"]["left_out"]]
+        difference = f"{each['difference']:.2g}"
+        found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: differs by {difference}")
+    left_out = data["trainings"]["left_out"]
+    found += [f"trainings: {each['network']}: {each['reason']}" for each in left_out if NO_TIME not in each["reason"]]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
     return found
 
 
 def differing(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Trainings that raised an error or ended otherwise than on the CPU."""
-    return [each for each in data["trainings"]["rows"] if each["error"] or each["difference"] > loops.TOLERANCE]
+    """Trainings that ended otherwise than on the CPU."""
+    # `not <=`: a difference may be NaN.
+    return [each for each in data["trainings"]["rows"] if not each["difference"] <= loops.TOLERANCE]
 
 
 def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -209,16 +212,19 @@ def trainings(run: Run, seconds: float) -> dict[str, Any]:
     for network, size in networks:
         run.progress(f"trainings of {size} processes over {network}")
         device = "cuda" if run.data["gpu"] else "cpu"
-        found, reason = _processes(loops.work, size, seconds / len(networks), network, size, device, run.quick)
+        found, reason = in_processes(loops.work, size, seconds / len(networks), network, size, device, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
     return {"rows": rows, "left_out": left_out}
 
 
-def _processes(target: Callable[..., None], size: int, seconds: float, *args: Any) -> tuple[list[Any], str]:
-    # Call target(rank, folder, end, *args) in ``size`` processes, which write rows.jsonl and error.txt in the folder:
-    # the rows, and why a process failed.
+def in_processes(target: Callable[..., None], size: int, seconds: float, *args: Any) -> tuple[list[Any], str]:
+    """Run ``target(rank, folder, end, *args)`` in ``size`` processes, for ``seconds`` and 30 more at most.
+
+    Returns the rows that they wrote to rows.jsonl in the folder, and the reason of a failure or "": error.txt if a
+    process wrote it, else the exit codes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ends = time.time() + seconds
@@ -227,18 +233,19 @@ def _processes(target: Callable[..., None], size: int, seconds: float, *args: An
             worker.start()
         for worker in workers:
             worker.join(max(1.0, ends + 30 - time.time()))
-        late = [worker for worker in workers if worker.is_alive()]
-        for worker in late:
-            worker.kill()
-            worker.join()
+        codes = [worker.exitcode for worker in workers]
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
         written, failed = Path(folder, "rows.jsonl"), Path(folder, "error.txt")
         rows = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
-        codes = [worker.exitcode for worker in workers]
-        if not any(codes):
-            return rows, ""
-        if failed.exists():
-            return rows, failed.read_text()
-        return rows, "no time was left" if late else f"the processes ended with {codes}"
+        error = failed.read_text() if failed.exists() else ""
+    if codes == [0] * size:
+        return rows, ""
+    if error:
+        return rows, error
+    return rows, f"the processes ended with {codes}" if any(codes) else NO_TIME
 
 
 def times(run: Run, seconds: float) -> dict[str, Any]:
@@ -269,7 +276,7 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
     for network in networks:
         run.progress(f"exchange between two processes over {network}")
-        found, reason = _processes(_worker, 2, seconds / len(networks), network, run.device, run.quick)
+        found, reason = in_processes(_worker, 2, seconds / len(networks), network, run.device, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
@@ -301,7 +308,7 @@ def _worker(rank: int, folder: str, ends: float, network: str, device: str, quic
                 late = torch.tensor([float(time.time() > ends)]).to(xp.device)
                 dist.all_reduce(late)
                 if late.item():  # both processes stop together
-                    raise TimeoutError(f"no time was left for {label} on {model}")
+                    raise TimeoutError(f"{NO_TIME} for {label} on {model}")
                 row = _exchange(xp, shapes, params, rank, quick)
                 if rank == 0:
                     with open(f"{folder}/rows.jsonl", "a") as file:
@@ -365,12 +372,13 @@ def tables(data: Mapping[str, Any]) -> str:
     if not data["complete"]:
         return f"{head}: the run did not end"
     laws, cases, rows = data["laws"], data["kernels"]["cases"], data["trainings"]["rows"]
+    missing = data["trainings"]["left_out"]
     summary = (
         f"{head}{', small tensors' * data['quick']}, PyTorch {data['machine'].get('torch', '?')}, "
         f"{data['seconds']:.0f} s. Laws: {laws['held']} hold, {len(laws['broken'])} broken, "
         f"{len(laws['left_out'])} methods not reached. Kernels ({data['kernels']['isa'] or 'none here'}): "
         f"{sum(case['equal'] for case in cases)} of {len(cases)} cases equal the plain functions. Trainings: "
-        f"{len(rows) - len(differing(data))} of {len(rows)} end as on the CPU. "
+        f"{len(rows) - len(differing(data))} of {len(rows)} end as on the CPU{', others did not run' * bool(missing)}. "
         f"The host waits in {len(waiting(data))} methods of a fixed length."
     )
     lines = [
@@ -398,7 +406,8 @@ def tables(data: Mapping[str, Any]) -> str:
         ratio = f"{base[row['model'], row['network']] / row['ms']:.2f}"
         cells = [row["model"], row["network"], row["method"], f"{row['ms']:.3g}", ratio, f"{row['bytes']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"\n{each['network']} left out: {each['reason']}" for each in data["exchange"]["left_out"]]
+    for what, part in (("trainings", missing), ("exchange", data["exchange"]["left_out"])):
+        lines += [f"\n{what} over {each['network']}, left out: {each['reason']}" for each in part]
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,14 @@
 """Trainings through each integration on a device, compared with the same trainings on the CPU.
 
-The loss is linear in the parameters, so its gradients have the same bits on every device: what differs is GRACE's.
+The loss is linear in the parameters, so its gradients have the same bits on every device: any difference comes from
+GRACE.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import time
 import warnings
@@ -125,23 +127,30 @@ def fsdp(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
 LOOPS: dict[str, Callable[[str, dict[str, Any]], list[torch.Tensor]]] = {"ddp": ddp, "scaled": scaled, "fsdp": fsdp}
 
 
-def compare(loop: str, method: str, device: str) -> dict[str, Any]:
-    """Train on the CPU and on ``device``: the relative difference, or the error that a training raised."""
-    row: dict[str, Any] = {"loop": loop, "method": method, "difference": None, "error": ""}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "gradients were exchanged and then thrown away")
-            expected, found = (LOOPS[loop](each, METHODS[method]) for each in ("cpu", device))
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {error}"[:500]}
+def compare(loop: str, method: str, device: str) -> float:
+    """Train on the CPU and on ``device``: the difference of the parameters relative to their change; may be NaN."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "gradients were exchanged and then thrown away")
+        expected, found = (LOOPS[loop](each, METHODS[method]) for each in ("cpu", device))
     start = [w.detach() for w in Linear().weights]
     difference = _norm([a - b for a, b in zip(found, expected, strict=True)])
-    return row | {"difference": difference / _norm([a - b for a, b in zip(expected, start, strict=True)])}
+    return difference / _norm([a - b for a, b in zip(expected, start, strict=True)])
 
 
 def work(rank: int, folder: str, ends: float, network: str, size: int, device: str, quick: bool) -> None:
-    """One process: all loops and methods; ``quick``: those of `SHARDED` only. Rank 0 appends its rows to rows.jsonl."""
+    """One process: all loops and methods; ``quick``: those of `SHARDED` only.
+
+    Rank 0 appends the largest difference of all ranks to rows.jsonl; a rank that fails writes error.txt.
+    """
     faulthandler.enable()
+    try:
+        _work(rank, folder, ends, network, size, device, quick)
+    except Exception as error:
+        Path(folder, "error.txt").write_text(f"rank {rank}: {type(error).__name__}: {error}"[:500])
+        os._exit(1)  # do not wait for the other processes
+
+
+def _work(rank: int, folder: str, ends: float, network: str, size: int, device: str, quick: bool) -> None:
     store = dist.FileStore(f"{folder}/store", size)
     backends = network if device == "cpu" else f"cpu:gloo,{device}:{network}"
     dist.init_process_group(backends, store=store, rank=rank, world_size=size)
@@ -150,12 +159,16 @@ def work(rank: int, folder: str, ends: float, network: str, size: int, device: s
             late = torch.tensor([float(time.time() > ends)])
             dist.all_reduce(late)
             if late.item():  # all processes stop together
-                Path(folder, "error.txt").write_text(f"no time was left for {loop}, {method}")
-                os._exit(1)
-            row = compare(loop, method, device)
+                raise TimeoutError(f"no time was left for {loop}, {method}")
+            differences: list[Any] = [None] * size
+            try:
+                dist.all_gather_object(differences, compare(loop, method, device))
+            except Exception as error:
+                raise RuntimeError(f"{loop}, {method}: {type(error).__name__}: {error}") from error
             if rank == 0:
+                largest = max(differences, key=lambda each: (math.isnan(each), each))
                 with Path(folder, "rows.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps({"loop": loop, "method": method, "difference": largest}) + "\n")
     dist.destroy_process_group()
 
 

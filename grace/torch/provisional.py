@@ -140,7 +140,7 @@ class Means:
 
     @property
     def finite(self) -> bool:
-        """Whether all elements of the gradients that hold the means are finite."""
+        """Whether the current gradients of these parameters are finite; absent ones count as finite."""
         gradients = (self._parameters[name].grad for name in self._put)
         return all(bool(torch.isfinite(_values(each)).all()) for each in gradients if each is not None)
 

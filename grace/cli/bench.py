@@ -179,7 +179,7 @@ def gpu(
     show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
-    """Check laws, Triton kernels and trainings, and time methods and exchanges on a CUDA device, in one call and one file."""
+    """Check laws, kernels and trainings, and time methods and exchanges, on a CUDA device: one call, one file."""
     listed(backend, ("cuda", "cpu"), "--backend")
     if show_only:
         inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})

@@ -23,10 +23,10 @@ CANDIDATES = (
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
-"""Methods that stayed near the quality of dense gradients in all trainings that were tried.
+"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md.
 
 Larger blocks spread the noise of large elements over small ones, which Adam amplifies: in Keras's LSTM 8-bit integers
-in blocks of 512 lost up to 7 % and eden of 4 bits in blocks of 4096 11 %; 4-bit integers lost 10 % even in blocks of 64
+in blocks of 512 lost up to 8 % and eden of 4 bits in blocks of 4096 11 %; 4-bit integers lost 9 % even in blocks of 64
 (docs/guide.md). Their noise ratios do not show it.
 """
 COARSE = (

@@ -144,11 +144,7 @@ def test_the_least_seconds_per_effective_step_are_chosen_within_the_effort(effor
 def test_coarse_candidates_are_for_those_in_a_hurry():
     names = {effort: [triple(each)[0].compressor for each in Auto(effort=effort).candidates] for effort in EFFORTS}
     assert names["safe"] == names["balanced"] == names["fast"][:5]
-    assert {compressor.registered_name for compressor in names["fast"][5:]} == {
-        "eden",
-        "powersgd",
-        "topk",
-    }
+    assert {compressor.registered_name for compressor in names["fast"][5:]} == {"eden", "powersgd", "topk"}
 
 
 def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():

@@ -57,7 +57,6 @@ EXCHANGED = {
 BUCKET = 25 * 2**20 // 4
 """Elements of each of the baseline's buckets."""
 WARM_UPS, STEPS = 3, 20
-NO_TIME = "no time was left"
 
 
 class Run:
@@ -113,8 +112,8 @@ def failures(data: Mapping[str, Any]) -> list[str]:
     for each in differing(data):
         difference = f"{each['difference']:.2g}"
         found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: differs by {difference}")
-    left_out = data["trainings"]["left_out"]
-    found += [f"trainings: {each['network']}: {each['reason']}" for each in left_out if NO_TIME not in each["reason"]]
+    failed = [each for each in data["trainings"]["left_out"] if loops.NO_TIME not in each["reason"]]
+    found += [f"trainings: {each['network']}: {each['reason']}" for each in failed]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
     return found
 
@@ -245,7 +244,7 @@ def in_processes(target: Callable[..., None], size: int, seconds: float, *args: 
         return rows, ""
     if error:
         return rows, error
-    return rows, f"the processes ended with {codes}" if any(codes) else NO_TIME
+    return rows, f"the processes ended with {codes}" if any(codes) else loops.NO_TIME
 
 
 def times(run: Run, seconds: float) -> dict[str, Any]:
@@ -308,7 +307,7 @@ def _worker(rank: int, folder: str, ends: float, network: str, device: str, quic
                 late = torch.tensor([float(time.time() > ends)]).to(xp.device)
                 dist.all_reduce(late)
                 if late.item():  # both processes stop together
-                    raise TimeoutError(f"{NO_TIME} for {label} on {model}")
+                    raise TimeoutError(f"{loops.NO_TIME} for {label} on {model}")
                 row = _exchange(xp, shapes, params, rank, quick)
                 if rank == 0:
                     with open(f"{folder}/rows.jsonl", "a") as file:

@@ -39,6 +39,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dgc, 1 %": {"compressor": "dgc", "compress_ratio": 0.01, "memory": "dgc"},
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
 }
+NO_TIME = "no time was left"
+"""Begins the message of processes that stop because their time is over."""
 SHARDED = ("none", "blockint, 4 bits", "efsignsgd", "topk, 1 %")
 
 
@@ -159,7 +161,7 @@ def _work(rank: int, folder: str, ends: float, network: str, size: int, device: 
             late = torch.tensor([float(time.time() > ends)])
             dist.all_reduce(late)
             if late.item():  # all processes stop together
-                raise TimeoutError(f"no time was left for {loop}, {method}")
+                raise TimeoutError(f"{NO_TIME} for {loop}, {method}")
             differences: list[Any] = [None] * size
             try:
                 dist.all_gather_object(differences, compare(loop, method, device))

@@ -25,9 +25,8 @@ CANDIDATES = (
 )
 """Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md.
 
-Larger blocks spread the noise of large elements over small ones, which Adam amplifies: in Keras's LSTM 8-bit integers
-in blocks of 512 lost up to 8 % and eden of 4 bits in blocks of 4096 11 %; 4-bit integers lost 9 % even in blocks of 64
-(docs/guide.md). Their noise ratios do not show it.
+In Keras's LSTM 8-bit integers in blocks of 512 lost up to 8 % of the quality, eden of 4 bits in blocks of 4096 10 to
+12 %, and 4-bit integers 8 to 10 % even in blocks of 64 (docs/guide.md). Their noise ratios do not predict it.
 """
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -21,7 +22,8 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
 
     Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
     Ray Train; SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker is alone. Without an initialised group
-    it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables.
+    it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables;
+    when Python exits, it destroys that group unless the script has.
     With CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and
     why.
 
@@ -79,10 +81,18 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
             f"{job}: the workers did not meet at {job.address}:{job.port} ({error}). Check that all of them can reach "
             "it, or set MASTER_ADDR and MASTER_PORT; GLOO_SOCKET_IFNAME names the network interface"
         ) from error
+    atexit.register(_leave, dist.group.WORLD)
     _lay_out(job, get_transport("torch"))
     return _told(
         get_transport("torch"), f"{job.launcher} ({', '.join(job.variables)}), met at {job.address}:{job.port}"
     )
+
+
+def _leave(group: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
 
 
 def _lay_out(job: Job, transport: Transport) -> None:

@@ -79,6 +79,32 @@ def test_the_thread_of_gloo_is_one_of_them(tmp_path):
         dist.destroy_process_group()
 
 
+def test_gloos_threads_get_the_gil_before_python_refuses_it(monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    from grace.transports import torch_distributed
+
+    at_exit = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    torch_distributed._release_at_exit.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        get_transport("torch"), get_transport("torch")
+    finally:
+        dist.destroy_process_group()
+    ((function, *arguments),) = at_exit  # once per process
+    released = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # another thread gets the GIL only while this one waits
+    try:
+        thread = threading.Thread(target=lambda: (time.sleep(0.001), released.append(True)))
+        thread.start()
+        function(*arguments)
+        assert released
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+
+
 def test_the_thread_of_horovod_is_one_of_them():
     pytest.importorskip("horovod.torch")
     script = (

@@ -1,10 +1,13 @@
 """`grace.init`: which workers a launcher's variables describe. Environments as they were recorded, shortened."""
 
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from launch import free_port
 
 import grace
 from grace import start
@@ -133,6 +136,20 @@ def test_a_group_of_one_where_srun_started_six(environ, monkeypatch):
     monkeypatch.setattr(start, "initialised", lambda: "local")
     with pytest.raises(RuntimeError, match="initialised with one worker, but SLURM_STEP_NUM_TASKS=6 asks for 6"):
         grace.init()
+
+
+@pytest.mark.parametrize("ends", ["", "dist.destroy_process_group()"], ids=["left", "destroyed"])
+def test_a_group_that_init_made_is_gone_when_python_exits(ends):
+    pytest.importorskip("torch")
+    script = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('initialised', dist.is_initialized()))\n"  # the last to run
+        f"import grace; print('workers', grace.init().size)\n{ends}\n"
+    )
+    environ = {**os.environ, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ["MASTER_PORT"] = str(free_port())
+    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert ended.stdout.split("\n") == ["workers 1", "initialised False", ""], ended
 
 
 def test_one_worker_says_why(environ, capsys):

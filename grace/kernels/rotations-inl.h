@@ -106,6 +106,7 @@ OUTLINE void far_sums_from(float* x, int64_t width, int64_t half) {
 // The transform of the vectors from get(place), to block.rotated.
 template <class Get>
 INLINE void transform(const Block& block, const Rotation& rotation, const Get& get) {
+  if (block.width == 4 * W) return near_sums<4>(block.rotated, 4 * W, true, get);
   const bool many = block.width >= REGISTERS * W;
   if (many)
     near_sums<REGISTERS>(block.rotated, block.width, true, get);
@@ -116,28 +117,38 @@ INLINE void transform(const Block& block, const Rotation& rotation, const Get& g
 
 // ---- levels of a normal distribution, as in grace/compressors/eden.py ------------------------------------------------
 
-// A table of 2^BITS entries, repeated to sixteen.
 template <int BITS>
-INLINE F table_of(const float* levels) {
-  float all[W];
-  for (int i = 0; i < W; i++) all[i] = read(levels, i & ((1 << BITS) - 1));
-  return load(all);
-}
-
-// The number of midpoints below each element; `tables`: the lookups of each step of a binary search.
-template <int BITS>
-struct Middles {
-  F first, tables[3];
-  INLINE_MEMBER explicit Middles(const float* middles) {
+struct Quantiser {
+  F levels;     // of the codes, repeated to sixteen
+  F low, high;  // the first two levels
+  F middle, tables[3];  // of a binary search: the first midpoint, then the midpoints of each step
+  INLINE_MEMBER explicit Quantiser(const Normal& how) {
     float all[2 * W] = {};
-    memcpy(all, middles, ((1 << BITS) - 1) * sizeof(float));
-    first = fill(all[(1 << (BITS - 1)) - 1]);
+    for (int i = 0; i < W; i++) all[i] = read(how.levels, i & ((1 << BITS) - 1));
+    levels = load(all), low = fill(all[0]), high = fill(all[1]);
+    memcpy(all, how.middles, ((1 << BITS) - 1) * sizeof(float));
+    middle = fill(all[(1 << (BITS - 1)) - 1]);
     for (int k = 0; k < BITS - 1; k++) tables[k] = load(all + (1 << k) - 1);
   }
-  INLINE_MEMBER I below(F x) const {
-    I found = raised(above(x, first), fill_int(0), 1 << (BITS - 1));
-    for (int k = BITS - 2; k >= 0; k--) found = raised(above(x, entries(tables[k], found)), found, 1 << k);
-    return found;
+  // Writes sixteen codes, and returns their levels. `divisor`: of x, for elements in standard deviations.
+  INLINE_MEMBER F encode(F x, F divisor, uint8_t* codes) const {
+    if constexpr (BITS == 1) {
+      const M m = not_below_zero(x);
+      write(reinterpret_cast<uint16_t*>(codes), 0, uint16_t(bits_of(m)));
+      return pick(m, high, low);
+    } else {
+      const F normal = x / divisor;
+      I code = raised(above(normal, middle), fill_int(0), 1 << (BITS - 1));  // the number of midpoints below
+      for (int k = BITS - 2; k >= 0; k--) code = raised(above(normal, entries(tables[k], code)), code, 1 << k);
+      to_codes<BITS>(codes, code);
+      return entries(levels, code);
+    }
+  }
+  INLINE_MEMBER F decode(const uint8_t* codes) const {
+    if constexpr (BITS == 1)
+      return pick(mask_of(read(reinterpret_cast<const uint16_t*>(codes))), high, low);
+    else
+      return entries(levels, from_codes<BITS>(codes));
   }
 };
 
@@ -161,45 +172,25 @@ OUTLINE void rotate_again(const Block& block, const Rotation& rotation) {
 
 // Writes the codes of block.rotated, and replaces it by its levels. Returns the sum of |rotated * level|.
 template <int BITS>
-OUTLINE double normal_codes(const Block& block, const Normal& how, float root, int64_t width, uint8_t* codes) {
-  constexpr int WRITTEN_BITS = BITS == 3 ? 8 : BITS;  // before packing
-  const F divisor = fill(root), levels = table_of<BITS>(how.levels);
-  const F low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
-  const Middles<BITS> middles(how.middles);
+INLINE double normal_codes(const Block& block, const Quantiser<BITS>& quantiser, float root, int64_t width,
+                           uint8_t* codes) {
+  uint8_t* const to = width < W ? block.codes : codes;
+  const F divisor = fill(root);
   D overlap = zeros();
   for (int64_t j = 0; j < block.width; j += W) {
-    const F x = load(block.rotated + j);
-    F level;
-    if constexpr (BITS == 1) {
-      const M m = not_below_zero(x);
-      write(reinterpret_cast<uint16_t*>(block.codes), j / W, uint16_t(bits_of(m)));
-      level = pick(m, high, low);
-    } else {
-      const I code = middles.below(x / divisor);
-      to_codes<WRITTEN_BITS>(block.codes + j * WRITTEN_BITS / 8, code);
-      level = entries(levels, code);
-    }
+    const F x = load(block.rotated + j), level = quantiser.encode(x, divisor, to + j / 8 * BITS);
     add_magnitude(overlap, x * level);
     store(block.rotated + j, level);
   }
-  if constexpr (BITS == 3)
-    for (int64_t j = 0; j < width; j += CHUNK)
-      pack_codes(block.codes + j, least(CHUNK, width - j), BITS, codes + j / 8 * BITS);
-  else
-    memcpy(codes, block.codes, size_t(width / 8 * BITS));
+  if (width < W) memcpy(codes, to, size_t(width / 8 * BITS));
   return total(overlap);
 }
 
-#define WITH_BITS(f, ...)                                       \
-  (how.bits == 1   ? f<1>(__VA_ARGS__)                          \
-   : how.bits == 2 ? f<2>(__VA_ARGS__)                          \
-   : how.bits == 3 ? f<3>(__VA_ARGS__)                          \
-                   : f<4>(__VA_ARGS__))
-
-template <bool RESIDUAL, Out OUT>
-INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
-                             float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
+template <int BITS, bool RESIDUAL, Out OUT>
+OUTLINE void normal_blocks_of(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
+                              float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
   const Block block(rotation, room);
+  const Quantiser<BITS> quantiser(how);
   const int64_t width = rotation.width, ahead = width < AHEAD ? AHEAD : width;
   const float root = __builtin_sqrtf(float(width));
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
@@ -211,7 +202,7 @@ INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const 
     const float* other = RESIDUAL ? residual + at + ahead : next;
     const float square = float(rotate(block, rotation, v, largest, how.stream, next, other));
     const float overlap = float(
-        WITH_BITS(normal_codes, block, how, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * how.bits));
+        normal_codes(block, quantiser, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * BITS));
     const float share = how.divisor ? overlap / how.divisor : square / (square == 0.0f ? 1.0f : overlap) * root;
     const float scale = share * largest;
     write(scales, b, scale);
@@ -228,34 +219,26 @@ INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const 
   }
 }
 
+template <bool RESIDUAL, Out OUT, class... Arguments>
+INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, Arguments... arguments) {
+  how.bits == 1   ? normal_blocks_of<1, RESIDUAL, OUT>(rotation, how, arguments...)
+  : how.bits == 2 ? normal_blocks_of<2, RESIDUAL, OUT>(rotation, how, arguments...)
+  : how.bits == 3 ? normal_blocks_of<3, RESIDUAL, OUT>(rotation, how, arguments...)
+                  : normal_blocks_of<4, RESIDUAL, OUT>(rotation, how, arguments...);
+}
+
 void normal_blocks(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
                    uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form) {
   FORMS(normal_blocks_to, *rotation, *how, x, residual, out, codes, scales, n, first, room);
   if (form == STREAMED) fence();
 }
 
-// The transform of decoded codes.
-template <int BITS>
-OUTLINE void transform_levels(const Block& block, const Rotation& rotation, const Normal& how, const uint8_t* codes) {
-  const F levels = table_of<BITS>(how.levels), low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
-  if constexpr (BITS == 3)
-    for (int64_t j = 0; j < rotation.width; j += CHUNK)
-      unpack_codes(codes + j / 8 * BITS, least(CHUNK, rotation.width - j), BITS, block.codes + j);
-  else
-    memcpy(block.codes, codes, size_t(rotation.width / 8 * BITS));
-  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-    const uint8_t* from = block.codes + (BITS == 3 ? j : j * BITS / 8);
-    if constexpr (BITS == 1) return pick(mask_of(read(reinterpret_cast<const uint16_t*>(from))), high, low);
-    if constexpr (BITS == 3) return entries(levels, from_bytes(from));
-    if constexpr (BITS == 2 || BITS == 4) return entries(levels, from_codes<BITS>(from));
-  });
-}
-
-template <bool STREAM>
-INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
-                          const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
-                          int64_t begin, int64_t end, float* room) {
+template <int BITS, bool STREAM>
+OUTLINE void normal_sum_of(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
+                           const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
+                           int64_t begin, int64_t end, float* room) {
   const Block block(rotation, room);
+  const Quantiser<BITS> quantiser(how);
   const int64_t width = rotation.width;
   const float root = __builtin_sqrtf(float(width));
   const Divisor divisor(workers);
@@ -263,7 +246,9 @@ INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, const uin
     const int64_t size = least(width, end - at);
     block.draw(rotation, at);
     for (int64_t w = 0; w < workers; w++) {
-      WITH_BITS(transform_levels, block, rotation, how, codes[w] + at / 8 * how.bits);
+      const uint8_t* from = codes[w] + at / 8 * BITS;
+      if (width < W) from = block.codes, memcpy(block.codes, codes[w] + at / 8 * BITS, size_t(width / 8 * BITS));
+      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return quantiser.decode(from + j / 8 * BITS); });
       const F step = fill(read(scales[w], b) / root);
       const int shift = streams[w][b] & 31;
       const auto sum = [&](int64_t j) __attribute__((always_inline)) {
@@ -280,6 +265,14 @@ INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, const uin
     }
   }
   if (STREAM) fence();
+}
+
+template <bool STREAM, class... Arguments>
+INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, Arguments... arguments) {
+  how.bits == 1   ? normal_sum_of<1, STREAM>(rotation, how, arguments...)
+  : how.bits == 2 ? normal_sum_of<2, STREAM>(rotation, how, arguments...)
+  : how.bits == 3 ? normal_sum_of<3, STREAM>(rotation, how, arguments...)
+                  : normal_sum_of<4, STREAM>(rotation, how, arguments...);
 }
 
 void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* const* codes, const float* const* scales,

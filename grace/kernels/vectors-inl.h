@@ -138,12 +138,16 @@ INLINE I from_bytes(const uint8_t* p) {
 INLINE I from_octets(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// Sixteen codes of 4 or 2 bits; higher bits are undefined.
+// Sixteen codes of 4, 3 or 2 bits; higher bits are undefined.
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
   const int32_t* words = reinterpret_cast<const int32_t*>(p);
   __m512i all = _mm512_set1_epi32(read(words));
-  if constexpr (BITS == 4) {
+  if constexpr (BITS == 3) {
+    const __m512i shifts = _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21, 8, 11, 14, 17, 20, 23, 26, 29);
+    const int32_t last = read(reinterpret_cast<const int32_t*>(p + 2));
+    all = _mm512_srlv_epi32(_mm512_mask_set1_epi32(all, 0xff00, last), shifts);
+  } else if constexpr (BITS == 4) {
     const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
     all = _mm512_srlv_epi32(_mm512_mask_set1_epi32(all, 0xff00, read(words, 1)), shifts);
   } else {
@@ -319,6 +323,12 @@ INLINE I from_codes(const uint8_t* p) {
     const __m256i shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
     return {_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(int32_t(word)), shifts), 28),
             _mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(int32_t(word >> 32)), shifts), 28)};
+  } else if constexpr (BITS == 3) {
+    const int32_t first = read(reinterpret_cast<const int32_t*>(p)), last = read(reinterpret_cast<const int32_t*>(p + 2));
+    const __m256i low = _mm256_setr_epi32(29, 26, 23, 20, 17, 14, 11, 8);
+    const __m256i high = _mm256_setr_epi32(21, 18, 15, 12, 9, 6, 3, 0);
+    return {_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(first), low), 29),
+            _mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(last), high), 29)};
   } else {
     const __m256i word = _mm256_set1_epi32(read(reinterpret_cast<const int32_t*>(p)));
     const __m256i low = _mm256_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16);
@@ -555,6 +565,15 @@ INLINE void to_codes(uint8_t* p, I x) {
     bytes = _mm_and_si128(bytes, _mm_set1_epi8(15));
     const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));  // low + 16 * high
     write(reinterpret_cast<int64_t*>(p), 0, int64_t(_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs))));
+  } else if constexpr (BITS == 3) {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(7));
+    const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x0801));
+    const __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi32(0x00400001));
+    const __m128i eights = _mm_or_si128(fours, _mm_srli_epi64(fours, 20));  // the lowest 24 of 64 bits
+    const uint64_t low = uint64_t(_mm_cvtsi128_si64(eights)) & 0xffffff;
+    const uint64_t all = low | uint64_t(_mm_cvtsi128_si64(_mm_unpackhi_epi64(eights, eights))) << 24;
+    write(reinterpret_cast<uint32_t*>(p), 0, uint32_t(all));
+    write(reinterpret_cast<uint16_t*>(p + 4), 0, uint16_t(all >> 32));
   } else {
     bytes = _mm_and_si128(bytes, _mm_set1_epi8(3));
     const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi32(0x40100401));
@@ -566,13 +585,12 @@ INLINE void to_codes(uint8_t* p, I x) {
 #else
 template <int BITS>
 INLINE void to_codes(uint8_t* p, I x) {
-  constexpr int each = 8 / BITS, mask = (1 << BITS) - 1;
   int32_t codes[16];
   memcpy(codes, &x, 64);
-  for (int j = 0; j < 16 / each; j++) {
-    int32_t byte = 0;
-    for (int i = 0; i < each; i++) byte |= (codes[j * each + i] & mask) << (BITS * i);
-    p[j] = uint8_t(byte);
+  for (int j = 0; j < 16; j += 8) {
+    uint64_t eight = 0;
+    for (int i = 0; i < 8; i++) eight |= uint64_t(codes[j + i] & ((1 << BITS) - 1)) << (BITS * i);
+    memcpy(p + j / 8 * BITS, &eight, BITS);
   }
 }
 #endif

@@ -62,28 +62,19 @@ class TorchModel:
     def __init__(self, task: Task, sizes: Mapping[str, int], momentum: float, seed: int):
         import torch
 
-        from grace.bench.tasks.torch_models import MODELS
+        from grace.bench.tasks import torch_models
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self._task, self._torch = task, torch
-        self._model = task.builder("torch", MODELS)(**sizes, **task.quick.model)
+        self._task, self._models, self._gradients = task, torch_models, torch.autograd.grad
+        self._model = task.builder("torch", torch_models.MODELS)(**sizes, **task.quick.model)
         self.parameters: dict[str, Any] = dict(self._model.named_parameters())
-        self._optimizer: torch.optim.Optimizer
-        if task.optimizer == "adam":
-            self._optimizer = torch.optim.Adam(self.parameters.values(), betas=(momentum, 0.999))
-        else:
-            self._optimizer = torch.optim.SGD(self.parameters.values(), momentum=momentum)
+        self._optimizer = torch_models.optimizer_of(task, self.parameters.values(), task.quick.lr, momentum)
 
     def gradients(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """The gradients of a batch, by name."""
-        functional = self._torch.nn.functional
-        logits, wanted = self._model(*map(self._torch.from_numpy, inputs)), self._torch.from_numpy(targets)
-        if self._task.binary:
-            loss = functional.binary_cross_entropy_with_logits(logits, wanted.float())
-        else:
-            loss = functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
-        return dict(zip(self.parameters, self._torch.autograd.grad(loss, list(self.parameters.values())), strict=True))
+        loss = self._models.loss_of(self._task, self._model, inputs, targets)
+        return dict(zip(self.parameters, self._gradients(loss, list(self.parameters.values())), strict=True))
 
     def apply(self, means: Mapping[str, Any], lr: float) -> None:
         """One step of the optimizer."""
@@ -95,11 +86,7 @@ class TorchModel:
 
     def predict(self, inputs: Any) -> Any:
         """Logits, as a NumPy array."""
-        self._model.eval()
-        with self._torch.no_grad():
-            found = self._model(*map(self._torch.from_numpy, inputs)).numpy()
-        self._model.train()
-        return found
+        return self._models.predict(self._model, inputs)
 
 
 class KerasModel:
@@ -110,33 +97,29 @@ class KerasModel:
         import keras
         import tensorflow as tf
 
-        from grace.bench.tasks.keras_models import MODELS
+        from grace.bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
 
         keras.utils.set_random_seed(seed)
-        self._model = model = task.builder("keras", MODELS)(**sizes, **task.quick.model)
+        model = task.builder("keras", MODELS)(**sizes, **task.quick.model)
         variables = model.trainable_variables
         self.parameters = {variable.path: variable.numpy() for variable in variables}
-        if task.optimizer == "adam":
-            self._optimizer = keras.optimizers.Adam(beta_1=momentum)
-        else:
-            self._optimizer = keras.optimizers.SGD(momentum=momentum)
+        self._optimizer = optimizer_of(task, task.quick.lr, momentum)
         self._optimizer.build(variables)
-        losses = keras.losses
-        loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
+        loss = loss_of(task)
 
         def gradients(inputs: Any, targets: Any) -> Any:
             with tf.GradientTape() as tape:
-                found = loss(targets, model(inputs, training=True))
+                found = loss(targets, model(one_or_list(inputs), training=True))
             each = tape.gradient(found, [variable.value for variable in variables])
             return [tf.convert_to_tensor(gradient) for gradient in each]
 
         self._gradients = tf.function(gradients)
         self._apply = tf.function(lambda means: self._optimizer.apply(means, variables))
-        self._predict = tf.function(lambda inputs: model(inputs, training=False))
+        self._predict = tf.function(lambda inputs: model(one_or_list(inputs), training=False))
 
     def gradients(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """See `TorchModel`."""
-        found = self._gradients(_one_or_list(inputs), targets)
+        found = self._gradients(inputs, targets)
         return {key: gradient.numpy() for key, gradient in zip(self.parameters, found, strict=True)}
 
     def apply(self, means: Mapping[str, Any], lr: float) -> None:
@@ -146,11 +129,7 @@ class KerasModel:
 
     def predict(self, inputs: Any) -> Any:
         """See `TorchModel`."""
-        return self._predict(_one_or_list(inputs)).numpy()
-
-
-def _one_or_list(inputs: Any) -> Any:
-    return list(inputs) if len(inputs) > 1 else inputs[0]
+        return self._predict(inputs).numpy()
 
 
 TOOLKITS = {"torch": TorchModel, "keras": KerasModel}

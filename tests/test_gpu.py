@@ -12,7 +12,7 @@ pytest.importorskip("typer", reason="the command line")
 from support.endings import end
 from typer.testing import CliRunner
 
-from grace.bench import gpu, trainings
+from grace.bench import gpu, processes, trainings
 from grace.cli.app import app
 
 
@@ -117,7 +117,7 @@ def test_trainings_are_compared_relative_to_the_change_of_the_parameters(off, ex
     ],
 )
 def test_processes_that_fail_are_told_from_those_that_take_too_long(codes, reason):
-    assert gpu.in_processes(end, 2, -26.0, codes) == ([], reason)
+    assert processes.in_processes(end, 2, -26.0, codes) == ([], reason)
 
 
 def test_files_are_named_after_their_device():

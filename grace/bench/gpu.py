@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from grace.backends import get_backend
 from grace.bench import kernels as bench
-from grace.bench import plan
+from grace.bench import plan, processes
 from grace.bench import trainings as loops
 from grace.bench.subjects import backend, cuda_of, drive, gradient, own, stepper
 from grace.core import Context
@@ -66,6 +65,7 @@ class Run:
         xp = backend(plan.Config(device, 1, "asis", 1))
         cuda = cuda_of(xp)
         self.device, self.quick, self.xp, self._output, self.progress = device, quick, xp, output, progress
+        self.device_type = "cuda" if cuda else "cpu"
         self.data: dict[str, Any] = {
             "format": FORMAT,
             "gpu": bool(cuda),
@@ -112,7 +112,7 @@ def failures(data: Mapping[str, Any]) -> list[str]:
     for each in differing(data):
         difference = f"{each['difference']:.2g}"
         found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: differs by {difference}")
-    failed = [each for each in data["trainings"]["left_out"] if loops.NO_TIME not in each["reason"]]
+    failed = [each for each in data["trainings"]["left_out"] if processes.NO_TIME not in each["reason"]]
     found += [f"trainings: {each['network']}: {each['reason']}" for each in failed]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
     return found
@@ -210,41 +210,12 @@ def trainings(run: Run, seconds: float) -> dict[str, Any]:
     networks = (("gloo", 2), ("nccl", 1)) if run.data["gpu"] else (("gloo", 2),)
     for network, size in networks:
         run.progress(f"trainings of {size} processes over {network}")
-        device = "cuda" if run.data["gpu"] else "cpu"
-        found, reason = in_processes(loops.work, size, seconds / len(networks), network, size, device, run.quick)
+        share = seconds / len(networks)
+        found, reason = processes.measure(loops.measurements, size, share, network, run.device_type, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
     return {"rows": rows, "left_out": left_out}
-
-
-def in_processes(target: Callable[..., None], size: int, seconds: float, *args: Any) -> tuple[list[Any], str]:
-    """Run ``target(rank, folder, end, *args)`` in ``size`` processes, for ``seconds`` and 30 more at most.
-
-    Returns the rows that they wrote to rows.jsonl in the folder, and the reason of a failure or "": error.txt if a
-    process wrote it, else the exit codes.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        ends = time.time() + seconds
-        workers = [context.Process(target=target, args=(rank, folder, ends, *args)) for rank in range(size)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(max(1.0, ends + 30 - time.time()))
-        codes = [worker.exitcode for worker in workers]
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-        written, failed = Path(folder, "rows.jsonl"), Path(folder, "error.txt")
-        rows = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
-        error = failed.read_text() if failed.exists() else ""
-    if codes == [0] * size:
-        return rows, ""
-    if error:
-        return rows, error
-    return rows, f"the processes ended with {codes}" if any(codes) else loops.NO_TIME
 
 
 def times(run: Run, seconds: float) -> dict[str, Any]:
@@ -275,7 +246,8 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
     for network in networks:
         run.progress(f"exchange between two processes over {network}")
-        found, reason = in_processes(_worker, 2, seconds / len(networks), network, run.device, run.quick)
+        share = seconds / len(networks)
+        found, reason = processes.measure(_exchanged, 2, share, network, run.device_type, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
@@ -293,36 +265,21 @@ def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def _worker(rank: int, folder: str, ends: float, network: str, device: str, quick: bool) -> None:
-    import torch
+def _exchanged(device: str, quick: bool) -> Iterator[processes.Measurement]:
+    xp = backend(plan.Config("torch" if device == "cpu" else device, 1, "asis", 1))
+    for model, shapes in shapes_of(quick).items():
+        for label, params in EXCHANGED.items():
+            about = {"model": model, "method": label}
+            yield f"{label} on {model}", partial(_exchange, about, xp, shapes, params, quick)
+
+
+def _exchange(
+    about: Mapping[str, str], xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, quick: bool
+) -> dict[str, Any]:
+    # A row with the median milliseconds of a step, and bytes per step.
     import torch.distributed as dist
 
-    store = dist.FileStore(f"{folder}/store", 2)
-    try:
-        dist.init_process_group(network, store=store, rank=rank, world_size=2)
-        config = plan.Config(device, 1, "asis", 1)
-        xp = backend(config)
-        for model, shapes in shapes_of(quick).items():
-            for label, params in EXCHANGED.items():
-                late = torch.tensor([float(time.time() > ends)]).to(xp.device)
-                dist.all_reduce(late)
-                if late.item():  # both processes stop together
-                    raise TimeoutError(f"{loops.NO_TIME} for {label} on {model}")
-                row = _exchange(xp, shapes, params, rank, quick)
-                if rank == 0:
-                    with open(f"{folder}/rows.jsonl", "a") as file:
-                        file.write(json.dumps({"model": model, "method": label, **row}) + "\n")
-    except Exception as error:
-        Path(folder, "error.txt").write_text(f"{type(error).__name__}: {error}"[:500])
-        os._exit(1)  # do not wait for the other process
-    dist.destroy_process_group()
-
-
-def _exchange(xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, rank: int, quick: bool) -> dict[str, Any]:
-    # Median milliseconds of a step, and bytes per step.
-    import torch.distributed as dist
-
-    flat = xp.asarray(gradient(sum(map(math.prod, shapes.values())), rank), "float32")
+    flat = xp.asarray(gradient(sum(map(math.prod, shapes.values())), dist.get_rank()), "float32")
     sizes = [math.prod(shape) for shape in shapes.values()]
     parts = zip(shapes.items(), flat.split(sizes), strict=True)
     gradients = {name: part.view(shape) for (name, shape), part in parts}
@@ -344,7 +301,7 @@ def _exchange(xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, rank:
         if number >= WARM_UPS:
             seconds.append(time.perf_counter() - began)
     sent = 2 * flat.numel() if report is None else report().bytes_sent / report().steps
-    return {"ms": 1e3 * statistics.median(seconds), "bytes": sent, "elements": flat.numel()}
+    return {**about, "ms": 1e3 * statistics.median(seconds), "bytes": sent, "elements": flat.numel()}
 
 
 def _baseline(flat: Any) -> None:

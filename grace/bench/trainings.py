@@ -6,14 +6,10 @@ GRACE.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import math
-import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import grace
+from grace.bench.processes import Measurement
 from grace.factory import grace_from_params
 
 STEPS = 6
@@ -39,8 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "dgc, 1 %": {"compressor": "dgc", "compress_ratio": 0.01, "memory": "dgc"},
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
 }
-NO_TIME = "no time was left"
-"""Begins the message of processes that stop because their time is over."""
 SHARDED = ("none", "blockint, 4 bits", "efsignsgd", "topk, 1 %")
 
 
@@ -129,6 +124,20 @@ def fsdp(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
 LOOPS: dict[str, Callable[[str, dict[str, Any]], list[torch.Tensor]]] = {"ddp": ddp, "scaled": scaled, "fsdp": fsdp}
 
 
+def measurements(device: str, quick: bool) -> Iterator[Measurement]:
+    """All loops with all methods; ``quick``: those of `SHARDED` only."""
+    for loop in LOOPS:
+        for method in SHARDED if quick or loop == "fsdp" else METHODS:
+            yield f"{loop}, {method}", partial(_row, loop, method, device)
+
+
+def _row(loop: str, method: str, device: str) -> dict[str, Any]:
+    differences: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(differences, compare(loop, method, device))
+    largest = max(differences, key=lambda each: (math.isnan(each), each))
+    return {"loop": loop, "method": method, "difference": largest}
+
+
 def compare(loop: str, method: str, device: str) -> float:
     """Train on the CPU and on ``device``: the difference of the parameters relative to their change; may be NaN."""
     with warnings.catch_warnings():
@@ -137,41 +146,6 @@ def compare(loop: str, method: str, device: str) -> float:
     start = [w.detach() for w in Linear().weights]
     difference = _norm([a - b for a, b in zip(found, expected, strict=True)])
     return difference / _norm([a - b for a, b in zip(expected, start, strict=True)])
-
-
-def work(rank: int, folder: str, ends: float, network: str, size: int, device: str, quick: bool) -> None:
-    """One process: all loops and methods; ``quick``: those of `SHARDED` only.
-
-    Rank 0 appends the largest difference of all ranks to rows.jsonl; a rank that fails writes error.txt.
-    """
-    faulthandler.enable()
-    try:
-        _work(rank, folder, ends, network, size, device, quick)
-    except Exception as error:
-        Path(folder, "error.txt").write_text(f"rank {rank}: {type(error).__name__}: {error}"[:500])
-        os._exit(1)  # do not wait for the other processes
-
-
-def _work(rank: int, folder: str, ends: float, network: str, size: int, device: str, quick: bool) -> None:
-    store = dist.FileStore(f"{folder}/store", size)
-    backends = network if device == "cpu" else f"cpu:gloo,{device}:{network}"
-    dist.init_process_group(backends, store=store, rank=rank, world_size=size)
-    for loop in LOOPS:
-        for method in SHARDED if quick or loop == "fsdp" else METHODS:
-            late = torch.tensor([float(time.time() > ends)])
-            dist.all_reduce(late)
-            if late.item():  # all processes stop together
-                raise TimeoutError(f"{NO_TIME} for {loop}, {method}")
-            differences: list[Any] = [None] * size
-            try:
-                dist.all_gather_object(differences, compare(loop, method, device))
-            except Exception as error:
-                raise RuntimeError(f"{loop}, {method}: {type(error).__name__}: {error}") from error
-            if rank == 0:
-                largest = max(differences, key=lambda each: (math.isnan(each), each))
-                with Path(folder, "rows.jsonl").open("a") as file:
-                    file.write(json.dumps({"loop": loop, "method": method, "difference": largest}) + "\n")
-    dist.destroy_process_group()
 
 
 def _whole(model: torch.nn.Module) -> list[torch.Tensor]:

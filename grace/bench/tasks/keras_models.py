@@ -8,6 +8,9 @@ from typing import Any
 import keras
 from keras import layers
 
+from grace.bench.tasks.data import Arrays
+from grace.bench.tasks.tasks import Task
+
 
 def _conv(x: Any, out: int, kernel: int = 3, stride: int = 1) -> Any:
     x = layers.Conv2D(out, kernel, stride, padding="same", use_bias=False, kernel_initializer="he_uniform")(x)
@@ -128,3 +131,21 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "ncf": ncf,
     "unet": unet,
 }
+
+
+def optimizer_of(task: Task, lr: float, momentum: float) -> keras.Optimizer:
+    """The optimizer that a task names."""
+    if task.optimizer == "adam":
+        return keras.optimizers.Adam(lr, beta_1=momentum)
+    return keras.optimizers.SGD(lr, momentum)
+
+
+def loss_of(task: Task) -> keras.Loss:
+    """The loss of logits."""
+    losses = keras.losses
+    return (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
+
+
+def one_or_list(inputs: Arrays) -> Any:
+    """Inputs in the form that a model takes."""
+    return list(inputs) if len(inputs) > 1 else inputs[0]

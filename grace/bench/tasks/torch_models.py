@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from grace.bench.tasks.data import Arrays
+from grace.bench.tasks.tasks import Task
 
 
 def _conv(into: int, out: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
@@ -152,3 +156,27 @@ MODELS: dict[str, type[nn.Module]] = {
     "ncf": NCF,
     "unet": UNet,
 }
+
+
+def optimizer_of(task: Task, parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
+    """The optimizer that a task names."""
+    if task.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr, betas=(momentum, 0.999))
+    return torch.optim.SGD(parameters, lr, momentum=momentum)
+
+
+def loss_of(task: Task, model: nn.Module, inputs: Arrays, targets: Any) -> torch.Tensor:
+    """The loss of a batch of NumPy arrays."""
+    logits, wanted = model(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
+    if task.binary:
+        return functional.binary_cross_entropy_with_logits(logits, wanted.float())
+    return functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+
+
+def predict(model: nn.Module, inputs: Arrays) -> Any:
+    """Logits in evaluation mode, as a NumPy array."""
+    model.eval()
+    with torch.no_grad():
+        found = model(*map(torch.from_numpy, inputs)).numpy()
+    model.train()
+    return found

@@ -18,7 +18,7 @@ import tensorflow as tf
 import grace.tensorflow
 from grace import grace_from_params
 from grace.bench.tasks.data import Arrays
-from grace.bench.tasks.keras_models import MODELS
+from grace.bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
 from grace.bench.tasks.plan import CHOICE
 from grace.bench.tasks.tasks import Scale, Task
 from grace.local import DiLoCo, from_params
@@ -43,28 +43,22 @@ class Trainer:
         else:
             self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
             momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
-        optimizer: Any
-        if task.optimizer == "adam":
-            optimizer = keras.optimizers.Adam(scale.lr, beta_1=momentum)
-        else:
-            optimizer = keras.optimizers.SGD(scale.lr, momentum)
+        optimizer: Any = optimizer_of(task, scale.lr, momentum)
         if self._local is None:
             optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
         self._optimizer = optimizer
-        losses = keras.losses
-        loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
-        self._model.compile(self._optimizer, loss, jit_compile=False)
+        self._model.compile(self._optimizer, loss_of(task), jit_compile=False)
         grace.tensorflow.broadcast_variables(self._model.variables, root_rank=0)
         if self._local is not None:
             variables, others = self._model.trainable_variables, self._model.non_trainable_weights
             grace.tensorflow.local_variables(self._local, variables, others)
             self._local.settle()
-        self._logits = tf.function(lambda *inputs: self._model(_one_or_list(inputs), training=False))
+        self._logits = tf.function(lambda *inputs: self._model(one_or_list(inputs), training=False))
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
         """Train on one batch."""
         self._optimizer.learning_rate = lr
-        self._model.train_on_batch(_one_or_list(inputs), targets)
+        self._model.train_on_batch(one_or_list(inputs), targets)
         if self._local is None:
             self._grace.tune()  # a graph cannot do this itself
         else:
@@ -94,7 +88,3 @@ class Trainer:
         """Return worker 0's number on all workers; also a barrier."""
         value = tf.constant([number if self.rank == 0 else 0], tf.int64)
         return int(hvd.allreduce(value, op=hvd.Sum, name="agree")[0])
-
-
-def _one_or_list(inputs: Arrays) -> Any:
-    return list(inputs) if len(inputs) > 1 else inputs[0]

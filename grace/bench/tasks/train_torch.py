@@ -15,7 +15,7 @@ from grace import Grace, grace_from_params
 from grace.bench.tasks.data import Arrays
 from grace.bench.tasks.plan import CHOICE
 from grace.bench.tasks.tasks import Scale, Task
-from grace.bench.tasks.torch_models import MODELS
+from grace.bench.tasks.torch_models import MODELS, loss_of, optimizer_of, predict
 from grace.local import DiLoCo, from_params
 
 
@@ -31,7 +31,7 @@ class Trainer:
             dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
-        self._binary, self._counted = task.binary, 0
+        self._task, self._counted = task, 0
         self._grace: Grace | None = None
         self._local: DiLoCo | None = None
         self._model = task.builder("torch", MODELS)(**sizes, **scale.model)
@@ -43,12 +43,7 @@ class Trainer:
             self._net = self._ddp(params)
             if self._grace is not None and self._grace.method.memory.includes_momentum:
                 momentum = 0.0
-        trained = self._model.parameters()
-        self._optimizer: torch.optim.Optimizer
-        if task.optimizer == "adam":
-            self._optimizer = torch.optim.Adam(trained, scale.lr, betas=(momentum, 0.999))
-        else:
-            self._optimizer = torch.optim.SGD(trained, scale.lr, momentum=momentum)
+        self._optimizer = optimizer_of(task, self._model.parameters(), scale.lr, momentum)
         if self._local is not None:
             named, buffers = self._model.named_parameters(), self._model.named_buffers()
             grace.torch.local(self._optimizer, self._local, named, buffers)
@@ -82,12 +77,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.zero_grad()
-        logits, wanted = self._net(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
-        if self._binary:
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, wanted.float())
-        else:
-            loss = nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
-        loss.backward()
+        loss_of(self._task, self._net, inputs, targets).backward()
         self._optimizer.step()
 
     def finish(self) -> None:
@@ -97,11 +87,7 @@ class Trainer:
 
     def predict(self, inputs: Arrays) -> Any:
         """Return logits, as a NumPy array."""
-        self._model.eval()
-        with torch.no_grad():
-            found = self._model(*map(torch.from_numpy, inputs)).numpy()
-        self._model.train()
-        return found
+        return predict(self._model, inputs)
 
     @property
     def sent(self) -> int:

@@ -200,6 +200,20 @@ def test_the_choice_follows_the_gradients_signal():
     assert after(0.0, 1.0).levels == {"w": 4}
 
 
+def test_a_signal_that_falls_during_error_feedback_admits_methods_without_it():
+    policy = Auto(candidates=("eden", "topk"))
+    _, decision = outcome(policy, {DENSE: 1.0, FLUSH: 1.0, 2: 0.4, 3: 0.5}, {2: 0.2, 3: 0.01})
+    assert decision.levels == {"w": 3}, "the noise of eden is too large"
+    error, signal = 0.01 / 1.01, decision.memo["signal"]
+    rises = {"w": Noise(error * 9 * signal, 9 * signal, 1.0)}  # what was held back may be the reason
+    assert policy.on_trial_end(decision, 2, 0.5, rises).levels == {"w": 3}
+    falls = {"w": Noise(error * signal / 4, signal / 4, 1.0)}
+    after = policy.on_trial_end(policy.on_trial_end(decision, 2, 0.5, rises), 2, 0.5, falls)
+    assert policy.forecasts(after)[2].noise_ratio == pytest.approx(0.05)
+    assert after.levels == {"w": FLUSH}, "before eden, what topk holds back is sent"
+    assert policy.on_trial_end(after, 2, 1.0, {}).levels == {"w": 2}
+
+
 def test_another_method_must_be_clearly_cheaper_to_replace_the_chosen_one():
     policy = Auto(candidates=("fp16", "eden"))
     _, decision = outcome(policy, {DENSE: 1.0, 2: 0.4, 3: 0.39}, {2: 0.0, 3: 0.01})

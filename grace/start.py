@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -81,17 +83,17 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
             f"{job}: the workers did not meet at {job.address}:{job.port} ({error}). Check that all of them can reach "
             "it, or set MASTER_ADDR and MASTER_PORT; GLOO_SOCKET_IFNAME names the network interface"
         ) from error
-    atexit.register(_leave, dist.group.WORLD)
+    atexit.register(_leave, weakref.ref(dist.group.WORLD))
     _lay_out(job, get_transport("torch"))
     return _told(
         get_transport("torch"), f"{job.launcher} ({', '.join(job.variables)}), met at {job.address}:{job.port}"
     )
 
 
-def _leave(group: Any) -> None:
+def _leave(group: Callable[[], Any]) -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized() and dist.group.WORLD is group:
+    if dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()
 
 

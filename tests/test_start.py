@@ -142,14 +142,16 @@ def test_a_group_of_one_where_srun_started_six(environ, monkeypatch):
 def test_a_group_that_init_made_is_gone_when_python_exits(ends):
     pytest.importorskip("torch")
     script = (
-        "import atexit, torch.distributed as dist\n"
+        "import atexit, weakref, torch.distributed as dist\n"
         "atexit.register(lambda: print('initialised', dist.is_initialized()))\n"  # the last to run
-        f"import grace; print('workers', grace.init().size)\n{ends}\n"
+        "import grace; print('workers', grace.init().size)\n"
+        f"group = weakref.ref(dist.group.WORLD)\n{ends}\n"
+        "print('held', group() is not None)\n"
     )
     environ = {**os.environ, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = str(free_port())
     ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert ended.stdout.split("\n") == ["workers 1", "initialised False", ""], ended
+    assert ended.stdout.split("\n") == ["workers 1", f"held {not ends}", "initialised False", ""], ended
 
 
 def test_one_worker_says_why(environ, capsys):

@@ -248,7 +248,9 @@ OUTLINE void normal_sum_of(const Rotation& rotation, const Normal& how, const ui
     for (int64_t w = 0; w < workers; w++) {
       const uint8_t* from = codes[w] + at / 8 * BITS;
       if (width < W) from = block.codes, memcpy(block.codes, codes[w] + at / 8 * BITS, size_t(width / 8 * BITS));
-      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return quantiser.decode(from + j / 8 * BITS); });
+      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+        return quantiser.decode(from + j / 8 * BITS);
+      });
       const F step = fill(read(scales[w], b) / root);
       const int shift = streams[w][b] & 31;
       const auto sum = [&](int64_t j) __attribute__((always_inline)) {

@@ -66,7 +66,7 @@ class TorchModel:
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self._task, self._models, self._gradients = task, torch_models, torch.autograd.grad
+        self._task, self._torch, self._models = task, torch, torch_models
         self._model = task.builder("torch", torch_models.MODELS)(**sizes, **task.quick.model)
         self.parameters: dict[str, Any] = dict(self._model.named_parameters())
         self._optimizer = torch_models.optimizer_of(task, self.parameters.values(), task.quick.lr, momentum)
@@ -74,7 +74,7 @@ class TorchModel:
     def gradients(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """The gradients of a batch, by name."""
         loss = self._models.loss_of(self._task, self._model, inputs, targets)
-        return dict(zip(self.parameters, self._gradients(loss, list(self.parameters.values())), strict=True))
+        return dict(zip(self.parameters, self._torch.autograd.grad(loss, list(self.parameters.values())), strict=True))
 
     def apply(self, means: Mapping[str, Any], lr: float) -> None:
         """One step of the optimizer."""

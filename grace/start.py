@@ -25,9 +25,8 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
     Ray Train; SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker is alone. Without an initialised group
     it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables;
-    when Python exits, it destroys that group unless the script has.
-    With CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and
-    why.
+    when Python exits, it destroys that group unless the script has. With CUDA it selects the GPU of the local rank
+    first. Worker 0 prints one line to stderr: the launcher found, and why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's

@@ -247,7 +247,7 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     for network in networks:
         run.progress(f"exchange between two processes over {network}")
         share = seconds / len(networks)
-        found, reason = processes.measure(_exchanged, 2, share, network, run.device_type, run.quick)
+        found, reason = processes.measure(_measurements, 2, share, network, run.device_type, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
@@ -265,7 +265,7 @@ def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def _exchanged(device: str, quick: bool) -> Iterator[processes.Measurement]:
+def _measurements(device: str, quick: bool) -> Iterator[processes.Measurement]:
     xp = backend(plan.Config("torch" if device == "cpu" else device, 1, "asis", 1))
     for model, shapes in shapes_of(quick).items():
         for label, params in EXCHANGED.items():

@@ -205,7 +205,7 @@ class Auto(Policy):
         if not any(each.wanted or each.sampling for each in noise.values()):  # no finite gradients, or zeros only
             error, signal = memo["errors"].get(str(level), 0.0), memo["signal"]
         elif level in self._feedback:
-            signal = min(memo["signal"], signal)  # the wanted means contain what was held back: an upper bound
+            signal = min(memo["signal"], signal)  # an upper bound: the wanted means contain what was held back
         elif memo["chosen"] is not None and memo["signal"]:
             signal = math.sqrt(memo["signal"] * signal)  # smoothed: in ten steps it may change by a factor of four
         return {"signal": signal, "errors": {**memo["errors"], str(level): 0.0 if level == DENSE else error}}

@@ -1,7 +1,9 @@
-"""Scheduling of threads that wait for network events, so that they do not preempt compute threads."""
+"""Threads that wait for network events: they must not preempt compute threads, nor outlive the interpreter."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import time
 from pathlib import Path
@@ -42,6 +44,16 @@ def settle(polling: bool = False) -> int:
                 sleeping.add(thread)
     found |= {thread for thread in sleeping & before.keys() if _sleeps(thread) - before[thread] >= POLLS // 2}
     return sum(map(_batched, found))
+
+
+@functools.cache
+def release_at_exit() -> None:
+    """Let gloo's threads release the tensors of finished collectives before Python exits; once per process.
+
+    They do so shortly after a wait has returned, and need the GIL for it. During finalization Python refuses the GIL,
+    which aborts the process (exit code -6).
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 def _threads() -> list[int]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import itertools
 import json
 import os
-import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -43,13 +40,6 @@ PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 """A counter of direct collectives for each process group, since several optimizers may share a group."""
 
 
-@functools.cache
-def _release_at_exit() -> None:
-    # gloo's threads release a collective's tensors shortly after its wait has returned, for which they need the GIL.
-    # Python's finalization refuses it, which aborts the process (exit code -6): let them finish before.
-    atexit.register(time.sleep, 0.05)
-
-
 def _delta(seconds: float) -> timedelta:
     return timedelta(seconds=min(seconds, 1e8))  # gloo has no infinite timeout
 
@@ -76,7 +66,7 @@ class TorchDistributedTransport(MessageTransport):
         self._passes = PASSES.setdefault(dist.group.WORLD if group is None else group, itertools.count())
         if self._gloo is not None:
             events.settle()
-            _release_at_exit()
+            events.release_at_exit()
 
     def check_workers(self) -> None:
         world = dist.group.WORLD

@@ -26,7 +26,7 @@ from grace import grace_from_params
 from grace.bench.plan import parse
 from grace.bench.tasks.tasks import Task, batch, rate, task_of
 from grace.policies import Decision, Noise, Policy
-from grace.policies.auto import DELAY_FACTOR, FACTOR, error_and_signal, noise_ratio
+from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio, relative_error
 from grace.transports.local import LocalTransport, World
 
 EVERY = 10  # steps between two measurements of the noise
@@ -47,7 +47,7 @@ class Watch(Policy):
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
-        ratios = [*decision.memo.get("ratios", []), noise_ratio(*error_and_signal(noise or {}), self.feeds_back)]
+        ratios = [*decision.memo.get("ratios", []), noise_ratio(relative_error(noise or {}), self.feeds_back)]
         return replace(decision, memo={"ratios": ratios})
 
     def on_epoch_end(

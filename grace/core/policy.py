@@ -33,7 +33,7 @@ class Decision:
 
 
 class Noise(NamedTuple):
-    """Squared norms of one tensor, summed over the measured steps; equal on all workers. Only their ratios matter."""
+    """Squared norms of one tensor, summed over the measured steps; equal on all workers. Only their ratio matters."""
 
     error: float
     """The squared norm of the exchanged mean minus the wanted mean.
@@ -42,17 +42,13 @@ class Noise(NamedTuple):
     """
     wanted: float
     """The squared norm of the wanted mean."""
-    sampling: float
-    """The squared norm of the exact mean's sampling noise, estimated from the differences between the workers'
-    gradients.
-    """
 
 
 class Forecast(NamedTuple):
     """The expected cost of a level."""
 
     noise_ratio: float
-    """The noise that the level adds to the mean, relative to the sampling noise."""
+    """The noise that the level adds to the mean, relative to the mean (squared norms)."""
     seconds: float
     """Seconds that it takes to progress as far as one step with exact means."""
 
@@ -106,13 +102,14 @@ class Policy(ABC):
         """
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        """Number of steps to time now, after an untimed one; 0: decide after this step; None: no trial."""
+        """Number of steps to time now; 0: decide after this step; None: no trial. The first step is never timed."""
         return None
 
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
-        """The decision after a trial. ``seconds``: the median time of its steps, on the slowest worker.
+        """The decision after a trial. ``seconds``: the median time of its steps, on the slowest worker; the
+        lower of the two middle ones.
 
         ``noise``: by tensor, over the timed steps; None unless the policy measures it.
         """

@@ -306,7 +306,7 @@ class Exchange:
             mean = self._joined(unit, means)
             if mean is not None:
                 feeds_back = setup.schedule.feeds_back(unit.name)
-                setup.probe.observe(unit.name, self._samples[unit], part, mean, feeds_back)
+                setup.probe.observe(unit.name, part, mean, feeds_back)
 
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:

@@ -180,7 +180,7 @@ class Schedule:
         wanted = self.policy.trial(self.decision, workers)
         if wanted is None:
             return False
-        last = len(self._moments) >= wanted + 1 - MEASURED  # an untimed step comes first
+        last = len(self._moments) >= wanted + 1 - MEASURED
         return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
 
     def trial_over(self, step: int, workers: int) -> bool:
@@ -191,26 +191,26 @@ class Schedule:
         self._told = step
         self._moments.append((perf_counter(), step))
         if self.probe is not None and len(self._moments) == 1:
-            self.probe.reset()  # like times, noise is measured only after the first step
+            self.probe.reset()  # like the time, the noise of the training's first step does not count
         return len(self._moments) > wanted
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
         """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Skip the first step: it may have begun before the trial, and warms up the new level.
+        # Each step is timed from the end of the one before, or from the last decision; the training's first is not.
         steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
-        mine = statistics.median(steps) if steps else 0.0
-        wanted = [Reduce((xp.asarray([mine], "float32"),), "max")]
-        if self.probe is not None:
-            wanted.append(Reduce((self.probe.sums(),), "mean"))
+        mine = statistics.median_low(steps) if steps else 0.0
+        wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
         event = "this trial ended: every worker must make the same steps"
-        (slowest,), *sums = yield from self._agreed(tuple(wanted), event)
+        ((slowest,),) = yield from self._agreed(wanted, event)
         if rank == 0:
             (seconds,) = xp.to_numpy(slowest).tolist()
-            told = [] if self.probe is None else [self.probe.noise(sums[0][0], workers)]
+            told = [] if self.probe is None else [self.probe.noise()]
             self._adopt(self.policy.on_trial_end(self.decision, workers, seconds, *told), step)
         changed = yield from self._spread(before)
-        self._moments = []
+        self._moments = [(perf_counter(), step)]
+        if self.probe is not None:
+            self.probe.reset()
         self._publish()
         return changed
 

@@ -29,8 +29,7 @@ class NoiseProbe:
 
     The probe computes from the means what error feedback holds back, so it need not read residuals. The wanted mean is
     the exact one plus the held error; the held error of the next step is the wanted mean minus the exchanged one. Like
-    all means, these are equal on all workers; only the distance from a worker's gradient to the exact mean differs
-    (`sums`).
+    all means, these are equal on all workers.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class NoiseProbe:
         self._positions: dict[str, Array] = {}
         self._sizes: dict[str, int] = {}
         self._held: dict[str, Any] = {}  # held errors by tensor, float32[sample]
-        self._sums: dict[str, Any] = {}  # summed squares by tensor, float32[3], as in `sums`
+        self._sums: dict[str, Any] = {}  # squared norms by tensor, float32[2]: of the error and the wanted mean
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
         """Add tensors, by their numbers of elements."""
@@ -48,7 +47,7 @@ class NoiseProbe:
             self._positions[name] = xp.asarray(chosen, "int32")
             self._sizes[name] = size
             self._held[name] = xp.cell(xp.zeros(len(chosen)))
-            self._sums[name] = xp.cell(xp.zeros(3))
+            self._sums[name] = xp.cell(xp.zeros(2))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the probes of these tensors."""
@@ -68,16 +67,16 @@ class NoiseProbe:
         """The sample, float32, of a tensor of any float dtype."""
         return self._xp.cast(self._xp.take(x, self._positions[name]), "float32")
 
-    def observe(self, name: str, mine: Array, exact: Array, mean: Array, feeds_back: Any) -> None:
+    def observe(self, name: str, exact: Array, mean: Array, feeds_back: Any) -> None:
         """Compare one step's mean with the exact one. A step whose mean is not finite changes nothing.
 
-        ``mine``, ``exact``: samples of this worker's gradient and of the exact mean. ``mean``: the exchanged mean of
-        the whole tensor. ``feeds_back``: 1 if error feedback holds the error for later steps, else 0; may be traced.
+        ``exact``: the sample of the exact mean. ``mean``: the exchanged mean of the whole tensor. ``feeds_back``: 1 if
+        error feedback holds the error for later steps, else 0; may be traced.
         """
         xp, held, sums = self._xp, self._held[name], self._sums[name]
         wanted = exact + held.read()
-        error, apart = wanted - self.sample(name, mean), mine - exact
-        rows = xp.reshape(xp.concat([error, wanted, apart]), (3, -1))
+        error = wanted - self.sample(name, mean)
+        rows = xp.reshape(xp.concat([error, wanted]), (2, -1))
         row = xp.sum(rows * rows, 1)
         ok = xp.finite(row)
         sums.assign(xp.choose(ok, sums.read() + row, sums.read()))
@@ -86,31 +85,16 @@ class NoiseProbe:
     def reset(self) -> None:
         """Zero the sums; keep the held errors."""
         for cell in self._sums.values():
-            cell.assign(self._xp.zeros(3))
+            cell.assign(self._xp.zeros(2))
 
-    def sums(self) -> Array:
-        """float32[3 * tensors]: for each tensor three squared norms, summed over steps and scaled to the whole tensor.
-
-        They are the squared norms of the error, of the wanted mean, and of this worker's gradient minus the exact mean.
-        `noise` takes their means over the workers.
-        """
-        xp = self._xp
-        rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]
-        return xp.concat(rows) if rows else xp.zeros(0)
-
-    def noise(self, sums: Array, workers: int) -> dict[str, Noise]:
-        """The noise of each tensor. ``sums``: the mean over the workers of `sums`.
-
-        The sampling noise of a mean is the variance between workers divided by their number: the mean squared distance
-        divided by (workers - 1). A single worker has nothing to compare with: its sampling noise counts as the whole of
-        the wanted mean.
-        """
-        numbers = self._xp.to_numpy(sums).tolist()
-        found = {}
-        for number, name in enumerate(self._sums):
-            error, wanted, apart = numbers[3 * number : 3 * number + 3]
-            found[name] = Noise(error, wanted, apart / (workers - 1) if workers > 1 else wanted)
-        return found
+    def noise(self) -> dict[str, Noise]:
+        """The noise of each tensor, summed over steps and scaled from the sample to the whole tensor."""
+        if not self._sums:
+            return {}
+        numbers = self._xp.to_numpy(self._xp.concat([cell.read() for cell in self._sums.values()])).tolist()
+        pairs = zip(self._sums, numbers[::2], numbers[1::2], strict=True)
+        scales = {name: self._sizes[name] / self.count(name) for name in self._sums}
+        return {name: Noise(scales[name] * error, scales[name] * wanted) for name, error, wanted in pairs}
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property

@@ -61,7 +61,7 @@ class Report:
     trials: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds of a step, by tried method."""
     noise: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": the noise that each method adds to the mean, relative to the sampling noise."""
+    """With the compressor "auto": the noise that each method adds to the mean, relative to the mean (squared norms)."""
     predicted: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds that each method takes for the progress of one step with exact means."""
     chosen: str = ""

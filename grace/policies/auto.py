@@ -46,11 +46,10 @@ gradients; methods with ratios below 0.1 stayed within 2.1 % (docs/guide.md).
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
 
-Where noise alone limits a training, twice the noise in a gradient halves the progress of a step (McCandlish et al., "An
-Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, section 2.2): a factor of 1. Measured, it is about
-half of that, since curvature also limits a training: a Transformer reached a perplexity of 38 after 180 steps with
-dense gradients, and after 200 and 220 with eden of 2 bits and 1 bit, whose squared errors are 0.13 and 0.57 of the
-squared gradient.
+With the best learning rate the progress of a step is proportional to |G|² / (|G|² + the noise in the mean), G being the
+gradient of the whole data (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
+section 2.2). The squared mean gradient is that denominator, so noise of r times its size divides progress by 1 + r: a
+factor of 1. Measured factors are FITTED (docs/guide.md, `python -m benchmarks.noise`).
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
@@ -59,8 +58,6 @@ It roughly fits short trainings of the same Transformer (docs/guide.md, `python 
 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 times as
 many steps as dense gradients.
 """
-CLEARLY = 0.8
-"""Hysteresis: a method replaces the chosen one only if its noise ratio is at most this part of the limit."""
 EARLY = 10
 """Number of steps after which the noise of a chosen method is checked for the first time. The interval doubles after
 each check, up to ``watch_steps``."""
@@ -68,27 +65,23 @@ WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
 
-def error_and_signal(noise: Mapping[str, Noise]) -> tuple[float, float]:
-    """The squared error of the exchanged mean relative to the wanted mean, and the wanted mean relative to its noise.
-
-    Without error feedback the relative error of a method hardly changes during a training. The signal does, but it is
-    that of the gradients, so one measurement gives the noise ratios of all methods (`noise_ratio`). At most WORST.
-    """
-    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
-    return (_quotient(error, wanted) if error else 0.0), _quotient(wanted, sampling)
+def relative_error(noise: Mapping[str, Noise]) -> float:
+    """The squared error of the exchanged mean relative to the squared wanted mean; at most WORST."""
+    error, wanted = sum(each.error for each in noise.values()), sum(each.wanted for each in noise.values())
+    return _quotient(error, wanted) if error else 0.0
 
 
-def noise_ratio(error: float, signal: float, feeds_back: bool) -> float:
-    """The noise that an exchange adds to the mean gradient, relative to the mean's own sampling noise; at most WORST.
+def noise_ratio(error: float, feeds_back: bool) -> float:
+    """The noise that an exchange adds to the mean gradient, relative to the squared mean; at most WORST.
 
     For a method with error feedback it is instead the squared norm of the part held back over that of the part sent.
     This models the number of steps by which a gradient is late on average: (1 - d) / d if a fraction d is sent in each
     step. For long trainings this model is too strict. Errors that are sent later do not add up as noise does, and in
     theory 1 / d appears only in a term that vanishes faster than the noise term (Stich and Karimireddy, "The
     Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and Compressed Communication", 2019,
-    arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike. ``error``, ``signal``: see `error_and_signal`.
+    arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike. ``error``: see `relative_error`.
     """
-    return _quotient(error, 1 - error) if feeds_back else min(error * signal, WORST)
+    return _quotient(error, 1 - error) if feeds_back else error
 
 
 def _quotient(share: float, whole: float) -> float:
@@ -103,9 +96,9 @@ class Auto(Policy):
 
     Whole steps are timed, including the model's computation, on the slowest worker; in the same steps the noise that
     the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
-    noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Noise is
-    measured again later, and the policy chooses again: without error feedback the noise of all methods changes with the
-    gradient's size relative to its sampling noise (`error_and_signal`); with it, only that of the chosen one is known.
+    noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Its noise is
+    measured again later, and the policy chooses again. Errors of independent rotations or roundings average out better
+    where the workers' gradients agree, so noise rises as gradients approach zero.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
@@ -116,14 +109,14 @@ class Auto(Policy):
     communicator and their parameters). Their memory is "residual" or "none". None: `CANDIDATES`, and with effort "fast"
     `COARSE`, too.
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.1 or 2.
-    ``trial_steps``: timed steps per method, after an untimed one; their median counts.
+    ``trial_steps``: steps per method; their median counts (of two the shorter: the first may include a warm-up).
     ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
     ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
     """
 
     candidates: Any = None
     effort: str = "balanced"
-    trial_steps: int = 3
+    trial_steps: int = 2
     watch_steps: int = 100
     margin: float = 0.03
     switches_methods: ClassVar[bool] = True
@@ -170,27 +163,25 @@ class Auto(Policy):
             return 0
         if not memo or memo["chosen"] is None:
             return self.trial_steps
-        if not self.watch_steps or (level == DENSE and not self._may_leave_dense(memo)):
+        if not self.watch_steps or level == DENSE:
             return None
         return min(self.watch_steps, EARLY << memo.get("watched", 0))
-
-    def _may_leave_dense(self, memo: Mapping[str, Any]) -> bool:
-        # Whether a faster method's noise ratio follows the signal, which is measured with dense gradients, too.
-        most = (1 - self.margin) * memo["seconds"][str(DENSE)]
-        return any(each <= most and int(key) not in self._feedback for key, each in memo["seconds"].items())
 
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
-            anew = {"workers": workers, "seconds": {}, "chosen": None, "errors": {}, "signal": 0.0}
+            anew = {"workers": workers, "seconds": {}, "chosen": None, "errors": {}}
             if memo:  # the number of workers changed: first send the residuals that memories hold
                 return _at(decision, FLUSH, anew)
             memo = anew
         if level == FLUSH:
             return _at(decision, DENSE if memo["chosen"] is None else memo["chosen"], memo)
-        memo = {**memo, **self._measured(memo, level, noise or {})}
+        error = memo["errors"].get(str(level), 0.0)
+        if level != DENSE and noise and any(each.wanted for each in noise.values()):  # some gradient was finite
+            error = relative_error(noise)
+        memo = {**memo, "errors": {**memo["errors"], str(level): error}}
         if memo["chosen"] is not None:
             return self._watched(decision, memo)
         memo["seconds"] = {**memo["seconds"], str(level): seconds}
@@ -199,17 +190,6 @@ class Auto(Policy):
             return self._go(decision, following, memo)
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
-    def _measured(self, memo: Mapping[str, Any], level: int, noise: Mapping[str, Noise]) -> dict[str, Any]:
-        # The signal, and the errors by level, after a trial or a check.
-        error, signal = error_and_signal(noise)
-        if not any(each.wanted or each.sampling for each in noise.values()):  # no finite gradients, or zeros only
-            error, signal = memo["errors"].get(str(level), 0.0), memo["signal"]
-        elif level in self._feedback:
-            signal = min(memo["signal"], signal)  # an upper bound: the wanted means contain what was held back
-        elif memo["chosen"] is not None and memo["signal"]:
-            signal = math.sqrt(memo["signal"] * signal)  # smoothed: in ten steps it may change by a factor of four
-        return {"signal": signal, "errors": {**memo["errors"], str(level): 0.0 if level == DENSE else error}}
-
     def _watched(self, decision: Decision, memo: dict[str, Any]) -> Decision:
         # The decision after a check of the chosen method's noise.
         watched, best = memo.get("watched", 0), self._best(memo, _current(decision))
@@ -217,8 +197,8 @@ class Auto(Policy):
         return self._go(decision, best, {**memo, **later, "chosen": best})
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
-        # The noise ratio of a level, if the gradient's signal is as it was last measured.
-        return noise_ratio(memo["errors"][str(level)], memo["signal"], level in self._feedback)
+        # The noise ratio of a level when it was last measured.
+        return noise_ratio(memo["errors"][str(level)], level in self._feedback)
 
     def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
         flush = _current(decision) in self._feedback and level not in self._feedback
@@ -261,12 +241,10 @@ class Auto(Policy):
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:
-        # The cheapest allowed level. Another than the current one must be clearly better.
+        # The cheapest allowed level. Another than the current one must be cheaper by the margin.
         costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
         if current in costs:
-            inside = CLEARLY * EFFORTS[self.effort]
-            others = {level: cost for level, cost in costs.items() if self._ratio(memo, level) <= inside}
-            costs = {**others, current: (1 - self.margin) * costs[current], DENSE: costs[DENSE]}
+            costs = {**costs, current: (1 - self.margin) * costs[current]}
         best = min(costs, key=lambda level: costs[level])
         return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
@@ -314,12 +292,11 @@ class Auto(Policy):
 
         known = set(map(str, levels))
         return (
-            set(memo) - {"watched"} == {"workers", "seconds", "chosen", "errors", "signal"}
+            set(memo) - {"watched", "signal"} == {"workers", "seconds", "chosen", "errors"}  # "signal": of version 0.1
             and type(memo["workers"]) is int
             and type(memo.get("watched", 0)) is int
             and 0 <= memo.get("watched", 0) <= 32
             and all(numbers(key, known) for key in ("seconds", "errors"))
-            and _sound(memo["signal"])
             and set(memo["seconds"]) == set(memo["errors"])
             and (chosen is None or (type(chosen) is int and {str(chosen), str(DENSE)} <= set(memo["seconds"])))
         )

@@ -185,9 +185,10 @@ def stored(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def last_quality(rows: list[dict[str, Any]]) -> float:
-    """The quality after the last step, a mean over the seeds."""
-    return statistics.mean(row["curve"][-1][1] for row in rows)
+def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Pairs of step and quality, means over the seeds."""
+    points = zip(*(row["curve"] for row in rows), strict=True)
+    return [(point[0][0], statistics.mean(quality for _, quality in point)) for point in points]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -201,16 +202,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         groups.setdefault((row["task"], row["method"]), []).append(row)
     for (name, method), mine in groups.items():
-        task = task_of(name)
-
-        def dense_after(quality: float, name: str = name, higher: bool = task.higher) -> float | None:
-            found = [steps_to(row["curve"], higher, quality) for row in groups.get((name, "dense"), [])]
-            # None: the method was better than dense
-            return None if not found or None in found else statistics.mean(found)
-
-        quality = last_quality(mine)
-        after = dense_after(quality)
-        own = dense_after(last_quality(groups.get((name, "dense"), mine)))
+        higher, seeds = task_of(name).higher, {row["seed"] for row in mine}
+        dense = curve([row for row in groups.get((name, "dense"), []) if row["seed"] in seeds])
+        quality = curve(mine)[-1][1]
+        after = steps_to(dense, higher, quality)  # None: the method was better than dense
+        own = steps_to(dense, higher, dense[-1][1]) if dense else None
         ratios = [row["ratios"] for row in mine]
         first = statistics.mean(ratio for each in ratios for ratio in each[1 : FIRST // EVERY])
         every = statistics.mean(ratio for each in ratios for ratio in each)

@@ -40,8 +40,8 @@ trainings, where trying them would cost progress for nothing."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have, by effort.
 
-In five short trainings eden of 2 bits, with ratios of 0.1 to 0.2, ended up to 4.7 % below the quality of dense
-gradients; methods with ratios below 0.1 stayed within 2.1 % (docs/guide.md).
+In five short trainings eden of 2 bits, with ratios of 0.12 to 0.21, ended up to 4.7 % below the quality of dense
+gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/guide.md).
 """
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
@@ -49,7 +49,7 @@ FACTOR = 0.5
 With the best learning rate the progress of a step is proportional to |G|² / (|G|² + the noise in the mean), G being the
 gradient of the whole data (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
 section 2.2). The squared mean gradient is that denominator, so noise of r times its size divides progress by 1 + r: a
-factor of 1. Measured factors are FITTED (docs/guide.md, `python -m benchmarks.noise`).
+factor of 1. Measured factors are 0 to 1.7 (docs/guide.md, `python -m benchmarks.noise`).
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).

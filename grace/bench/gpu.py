@@ -41,6 +41,9 @@ KERNELS = (
     "blockint:bits=4",
     "blockint:bits=8,rounding=stochastic,memory=residual",
     "topk:compress_ratio=0.01",
+    "eden:bits=1,biased=True,memory=residual",
+    "eden:bits=2",
+    "eden:bits=3,block_size=64",
 )
 """Methods whose kernels are compared with the plain functions."""
 BASELINE = "bf16 allreduce"
@@ -52,6 +55,7 @@ EXCHANGED = {
     "efsignsgd": {"compressor": "efsignsgd", "block_size": 512},
     "topk, 1 %": {"compressor": "topk", "compress_ratio": 0.01},
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
+    "eden, 3 bits": {"compressor": "eden", "bits": 3, "block_size": 64},
 }
 BUCKET = 25 * 2**20 // 4
 """Elements of each of the baseline's buckets."""
@@ -243,10 +247,12 @@ def times(run: Run, seconds: float) -> dict[str, Any]:
 def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     """Time steps of two processes on one device, for two models, over gloo and, on a GPU, NCCL."""
     rows, left_out = [], []
-    networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
-    for network in networks:
+    # NCCL usually refuses two processes on one device at once, which leaves its time to gloo.
+    networks = ("nccl", "gloo") if run.data["gpu"] else ("gloo",)
+    ends = time.monotonic() + seconds
+    for number, network in enumerate(networks):
         run.progress(f"exchange between two processes over {network}")
-        share = seconds / len(networks)
+        share = (ends - time.monotonic()) / (len(networks) - number)
         found, reason = processes.measure(_measurements, 2, share, network, run.device_type, run.quick)
         rows += [{"network": network, **row} for row in found]
         if reason:

@@ -72,9 +72,9 @@ class Clock:
     def warm_up(self, long: float) -> None:
         """Make two calls; the second one sets the number of calls per sample. Long calls are not repeated.
 
-        An extra call comes first if it traces a graph.
+        An extra call comes first if it traces a graph, or on a device, for which it may compile kernels.
         """
-        if self._traced:
+        if self._traced or self._events is not None:
             self.call()
         first = self.call()
         if sum(first.values()) > FIRST * long:  # even without one-time costs, a second call would take too long

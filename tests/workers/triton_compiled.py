@@ -11,22 +11,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from grace.kernels import triton as kernels
+from grace.kernels.triton import launcher, quantisers, sparsifiers, transforms
 
 F, B, W, D = "*fp32", "*u8", "*i32", "*fp64"
-T = kernels.TILE
+T = launcher.TILE
 V = {"x": F, "residual": F}
-KEYS = {"start": "i64", **dict.fromkeys(kernels.KEYS, "i32")}
-NAMES = [name for name, each in vars(kernels).items() if isinstance(each, JITFunction) and not name.startswith("_")]
+KEYS = {"start": "i64", **dict.fromkeys(quantisers.KEYS, "i32")}
+KERNELS = {
+    name: each
+    for module in (quantisers, sparsifiers, transforms)
+    for name, each in vars(module).items()
+    if isinstance(each, JITFunction) and each.__module__ == module.__name__ and not name.startswith("_")
+}
 
 
 def forms(name):
     """Argument types and constants of each kind of kernel that `TritonKernels` launches."""
     for add in (True, False):
         if name in ("signs_blocks", "ints_blocks"):
-            for block in (24, kernels.LARGE) if add else (512,):
-                rows, width = kernels._rows(block)
-                shape = {"BLOCK": block, "ROWS": rows, **width, "ADD": add}
+            for block in (24, launcher.LARGE) if add else (512,):
+                rows, width = launcher.rows_of(block)
+                shape = {"BLOCK": block, "ROWS": rows, "WIDTH": width, "ADD": add}
                 if name == "signs_blocks":
                     yield {**V, "bits": B, "scales": F, "n": "i32"}, shape
                 else:
@@ -44,7 +49,7 @@ def forms(name):
                 form = {"TILE": T, "BITS": bits, "RANDOM": bits > 2, "ADD": add}
                 yield {**V, "codes": B, "scales": F, **sizes, **KEYS}, form
         elif name in ("signs_mean", "ints_mean"):
-            workers, block = (kernels.GROUP, 512) if add else (3, 0)
+            workers, block = (launcher.GROUP, 512) if add else (3, 0)
             form = {"BLOCK": block, "WORKERS": workers, "FIRST": not add, "DIVIDE": add, "TILE": T}
             arrays = {"scales": (F,) * workers, "out": F, "n": "i32", "divisor": "fp32"}
             if name == "signs_mean":
@@ -52,6 +57,22 @@ def forms(name):
             else:
                 for bits in (4,) if add else (8, 2):
                     yield {"codes": (B,) * workers, **arrays}, {**form, "BITS": bits}
+        elif name in ("normal_encode", "normal_mean"):
+            for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
+                form, keys = transforms._form(width, range(1 << bits)), {"start": "i64", "key0": "i32", "key1": "i32"}
+                floats = {"levels": ("fp32",) * (1 << bits), "middles": ("fp32",) * ((1 << bits) - 1), "root": "fp32"}
+                if name == "normal_encode":
+                    arrays = {**V, "codes": B, "scales": F, "streams": B, "n": "i32", **floats}
+                    yield (
+                        {**arrays, "divisor": "fp32", "stream": "i32", **keys},
+                        {**form, "BIASED": bits == 1, "ADD": add},
+                    )
+                else:
+                    workers = transforms.TOGETHER if add else 3
+                    arrays = {name: F if name.startswith("scales") else B for name in transforms.SENT}
+                    how = {"n": "i64", "divisor": "fp32", "levels": floats["levels"], "root": "fp32"}
+                    place = {"WORKERS": workers, "FIRST": not add, "DIVIDE": add}
+                    yield {**arrays, "out": F, **how, **keys}, {**form, **place}
         elif name == "topk_magnitudes":
             yield {**V, "magnitudes": F, "n": "i32"}, {"TILE": T, "ADD": add}
         elif name == "topk_take":
@@ -65,13 +86,16 @@ def forms(name):
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, architecture):
     compiled = 0
     for types, constants in forms(name):
         signature = {**types, **dict.fromkeys(constants, "constexpr")}
-        source = ASTSource(fn=getattr(kernels, name), signature=signature, constexprs=constants)
-        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"enable_fp_fusion": False})
+        source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=constants)
+        options = {"enable_fp_fusion": False}
+        if name.startswith("normal"):
+            options["num_warps"] = transforms._warps(constants["WIDTH"])
+        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert len(found.asm["cubin"]) > 1000
         assert f".target sm_{architecture}" in found.asm["ptx"]
         # Each operation rounds separately, to nearest, and subnormal numbers are not flushed to 0.
@@ -85,4 +109,4 @@ def test_compiles(name, architecture):
 
 
 def test_all_kernels_are_tried():
-    assert len(NAMES) == 12
+    assert len(KERNELS) == 14

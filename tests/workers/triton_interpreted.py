@@ -17,14 +17,17 @@ from grace import simulate
 from grace.backends.base import Backend
 from grace.backends.torch import TorchBackend
 from grace.compressors.blockint import BlockInt
+from grace.compressors.eden import Eden
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.topk import TopK
 from grace.core import Context
+from grace.core.errors import Unavailable
 from grace.engine.encoders import RESIDUAL, FastMethod, encode
 from grace.engine.lazy_mean import LazyMean
-from grace.kernels import triton as kernels
+from grace.kernels.triton import TritonKernels, launcher, quantisers, sparsifiers, transforms
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
+from grace.ops.hadamard import width_of
 
 SIZES = (1, 9, 513, 4101, 9001)
 BLOCKS = (0, 24, 512, 4096, 9000)
@@ -40,8 +43,8 @@ MEAN_CASES = pytest.mark.parametrize("n, kind, block, workers", MEANS, ids=str)
 def xp(monkeypatch):
     monkeypatch.setenv("GRACE_KERNELS", "triton")
     found = TorchBackend()
-    assert isinstance(found.kernels, kernels.TritonKernels)
-    assert kernels.INTERPRETED
+    assert isinstance(found.kernels, TritonKernels)
+    assert launcher.INTERPRETED
     return found
 
 
@@ -188,6 +191,110 @@ def test_topk_encode(xp, plain, n, kind, ratio, fed_back):
     assert left is spent
 
 
+# -- blocks that are rotated at random ---------------------------------------------------------------------------------
+ROTATED = [
+    Eden(bits=1, block_size=8),
+    Eden(bits=1, block_size=64, biased=True),
+    Eden(bits=1, biased=True),
+    Eden(bits=2, block_size=64),
+    Eden(bits=2),
+    Eden(bits=3, block_size=8),
+    Eden(bits=3, block_size=8192),
+    Eden(block_size=8),
+    Eden(),
+]
+ROTATIONS = [(n, "normal") for n in SIZES] + [(5001, kind) for kind in KINDS[1:]]
+ROTATION_CASES = pytest.mark.parametrize("n, kind", ROTATIONS, ids=str)
+ROTATED_CASES = pytest.mark.parametrize("compressor", ROTATED, ids=str)
+
+
+def rotation(compressor, ctx):
+    return width_of(ctx, compressor.block_size), compressor.levels(), ctx.shared_rng("rotation")
+
+
+@ROTATION_CASES
+@ROTATED_CASES
+def test_normal_encode(xp, plain, n, kind, compressor):
+    x, residual, v = pair(n, kind)
+    ctx = Context(plain, "w", (n,), rank=(0, 5, 31)[n % 3], step=n)
+    d, levels, rng = rotation(compressor, ctx)
+    how = compressor.middles(), compressor.divisor(d) if compressor.biased else 0.0, ctx.rank, rng
+    payload, _ = compressor.compress(tensor(v), {}, ctx)
+    spent, kept = tensor(x), tensor(residual)
+    (codes, scales, streams), left = xp.kernels.transforms.normal_encode(spent, kept, d, levels, *how)
+    ulps(scales, payload[1].numpy())
+    equal(streams, payload[2])
+    finite = np.isfinite(scales.numpy())  # blocks that are not may have any codes
+    equal(codes.reshape(len(finite), -1)[finite], payload[0].reshape(len(finite), -1)[finite])
+    elements = np.repeat(finite, d)[:n]
+    with np.errstate(all="ignore"):
+        rest = compressor.residual(tensor(v), (payload[0], scales, streams), ctx)
+    equal(left.numpy()[elements], rest.numpy()[elements])
+    assert not np.isfinite(left.numpy()[~elements]).any()
+    equal(kept, residual)
+    assert left is spent
+
+    spent = tensor(v)  # without a residual x stays as it is
+    again, left = xp.kernels.transforms.normal_encode(spent, None, d, levels, *how)
+    equal(again[0].reshape(len(finite), -1)[finite], codes.reshape(len(finite), -1)[finite])
+    equal(again[1], scales)
+    equal(left, v)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_normal_encode_writes_only_its_payload(xp, monkeypatch, bits):
+    made = []
+
+    def empty(n, dtype="float32"):
+        made.append(torch.full((n + 8,), 7, dtype=getattr(torch, dtype)))
+        return made[-1][4:-4]
+
+    monkeypatch.setattr(xp.buffers, "empty_payload", empty)
+    for n, block in ((9, 8), (513, 8), (513, 64), (4101, 4096)):
+        compressor = Eden(bits=bits, block_size=block)
+        d, levels, rng = rotation(compressor, Context(xp, "w", (n,)))
+        xp.kernels.transforms.normal_encode(tensor(vector(n)), None, d, levels, compressor.middles(), 0.0, 0, rng)
+    assert len(made) == 12
+    assert all((array[:4] == 7).all() and (array[-4:] == 7).all() for array in made)
+
+
+@ROTATION_CASES
+@ROTATED_CASES
+@pytest.mark.parametrize("workers", [1, 3])
+def test_normal_mean(xp, plain, n, kind, compressor, workers):
+    rotated_mean(xp, plain, n, kind, compressor, workers)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 5, 9])
+def test_normal_mean_of_groups(xp, plain, workers):
+    rotated_mean(xp, plain, 513, "normal", Eden(block_size=64), workers)
+
+
+def rotated_mean(xp, plain, n, kind, compressor, workers):
+    ctx = Context(plain, "w", (n,))
+    each = [Context(plain, "w", (n,), rank=31 - w // 2) for w in range(workers)]  # two of them agree
+    payloads = [compressor.compress(tensor(vector(n, w, kind)), {}, here)[0] for w, here in enumerate(each)]
+    d, levels, rng = rotation(compressor, ctx)
+    out, expected = torch.full((n + 2,), 7.0), compressor.aggregate(payloads, ctx)
+    found = xp.kernels.transforms.normal_mean(payloads, out[1:-1], n, d, levels, rng)
+    assert found.data_ptr() == out[1:].data_ptr()
+    equal(found, expected)
+    assert out[0] == out[-1] == 7
+    equal(xp.kernels.transforms.normal_mean(payloads, None, n, d, levels, rng), expected)
+
+
+def test_random_words_encode_where_their_counter_carries(xp, plain):
+    compressor, x = Eden(bits=2, block_size=64), vector(1024)
+    for offset in (128, 2**31 - 64, 2**32 - 512, 2**40 - 512):
+        ctx = Context(plain, "w", (1024,), seed=3, offset=offset)
+        payload, _ = compressor.compress(tensor(x), {}, ctx)
+        d, levels, rng = rotation(compressor, ctx)
+        found, _ = xp.kernels.transforms.normal_encode(tensor(x), None, d, levels, compressor.middles(), 0.0, 0, rng)
+        for array, other in zip(found, payload, strict=True):
+            equal(array, other)
+        equal(xp.kernels.transforms.normal_mean([found], None, 1024, d, levels, rng), compressor.decompress(found, ctx))
+
+
 # -- nothing, what does not fit, and what fails ------------------------------------------------------------------------
 @pytest.mark.parametrize("block", [0, 512])
 def test_nothing(xp, block):
@@ -201,6 +308,10 @@ def test_nothing(xp, block):
     assert [array.shape for array in (*payload, left)] == [(0,)] * 3
     assert xp.kernels.quantisers.signs_mean([encoded[0][0]] * 2, None, 0, block).shape == (0,)
     assert xp.kernels.quantisers.ints_mean([encoded[1][0]] * 2, None, 0, block, 4).shape == (0,)
+    d, levels, rng = rotation(Eden(bits=2), ctx := Context(xp, "w", (0,)))
+    payload, left = xp.kernels.transforms.normal_encode(nothing, None, d, levels, Eden(bits=2).middles(), 0.0, 0, rng)
+    assert [array.shape for array in (*payload, left)] == [(0,)] * 4
+    assert xp.kernels.transforms.normal_mean([payload] * 2, None, ctx.size, d, levels, rng).shape == (0,)
 
 
 def test_payloads_that_do_not_fit_are_refused(xp):
@@ -210,16 +321,40 @@ def test_payloads_that_do_not_fit_are_refused(xp):
             xp.kernels.quantisers.signs_mean([(bits, scales), wrong], None, 1000, 512)
         with pytest.raises(ValueError, match="its arrays are"):
             xp.kernels.quantisers.ints_mean([wrong], None, 1000, 512, 1)
+    _, levels, rng = rotation(Eden(bits=1), Context(xp, "w", (1000,)))
+    good = torch.zeros(128, dtype=torch.uint8), scales, torch.zeros(2, dtype=torch.uint8)
+    for wrong in ((good[0][1:], *good[1:]), (good[0], scales[1:], good[2]), (*good[:2], good[2][1:])):
+        with pytest.raises(ValueError, match="its arrays are"):
+            xp.kernels.transforms.normal_mean([good, wrong], None, 1000, 512, levels, rng)
 
 
-@pytest.mark.parametrize("name", ["signs_rest", "ints_rest", "topk_take"])
+@pytest.mark.parametrize("bits", [1, 4])
+def test_blocks_too_large_for_one_program_have_no_kernel(xp, bits):
+    compressor, ctx = Eden(bits=bits, block_size=2 * launcher.LARGE), Context(xp, "w", (5 * launcher.LARGE,))
+    d, levels, rng = rotation(compressor, ctx)
+    with pytest.raises(Unavailable):
+        xp.kernels.transforms.normal_encode(torch.ones(ctx.size), None, d, levels, compressor.middles(), 0.0, 0, rng)
+    assert encode(compressor, NoMemory(), torch.ones(ctx.size), {}, ctx) is None
+    assert isinstance(xp.kernels, TritonKernels), "others are used as before"
+
+
+BREAKING = {
+    "signs_rest": EFSignSGD(),
+    "ints_rest": BlockInt(block_size=0),
+    "topk_take": TopK(0.1),
+    "normal_encode": Eden(),
+}
+
+
+@pytest.mark.parametrize("name", BREAKING)
 def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name):
     class Broken:
         def __getitem__(self, grid):
             raise RuntimeError("first line\nptxas was not found")
 
-    monkeypatch.setattr(kernels, name, Broken())
-    compressor = {"signs_rest": EFSignSGD(), "ints_rest": BlockInt(block_size=0), "topk_take": TopK(0.1)}[name]
+    (module,) = [each for each in (quantisers, sparsifiers, transforms) if hasattr(each, name)]
+    monkeypatch.setattr(module, name, Broken())
+    compressor = BREAKING[name]
     x, residual, _ = pair(5001, "normal")
     expected = expected_mean = None
     for each in (plain, xp):
@@ -228,7 +363,7 @@ def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name)
         if each is xp:
             with pytest.warns(UserWarning, match="run without them: ptxas was not found"):
                 payload, state = encoded(method, tensor(x), state, ctx)
-            assert not isinstance(xp.kernels, kernels.TritonKernels)
+            assert not isinstance(xp.kernels, TritonKernels)
         else:
             payload, state = encoded(method, tensor(x), state, ctx)
         mean = LazyMean(compressor, [payload, payload, payload], ctx).array()
@@ -244,7 +379,7 @@ def test_a_mean_that_fails_is_decoded_plainly(xp, plain, monkeypatch):
         def __getitem__(self, grid):
             raise RuntimeError
 
-    monkeypatch.setattr(kernels, "ints_mean", Broken())
+    monkeypatch.setattr(quantisers, "ints_mean", Broken())
     compressor = BlockInt()
     payload, _ = compressor.compress(tensor(vector(5001)), {}, Context(plain, "w", (5001,)))
     expected = LazyMean(compressor, [payload] * 3, Context(plain, "w", (5001,))).array()
@@ -274,6 +409,9 @@ METHODS = [
     {"compressor": "topk", "compress_ratio": 0.02},
     {"compressor": "topk", "compress_ratio": 1.0},
     {"compressor": "topk", "compress_ratio": 0.02, "index_coding": "elias_fano"},
+    {"compressor": "eden", "bits": 3, "block_size": 64},
+    {"compressor": "eden", "bits": 1, "biased": True},
+    {"compressor": "eden", "block_size": 2 * launcher.LARGE},
     {"compressor": "qsgd"},
     {"compressor": "powersgd"},
     {"compressor": "dgc", "memory": "dgc"},
@@ -288,9 +426,9 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
     ]
     gradients[1][1]["w"][0, 77] = np.inf  # the step does not count
     launched = []
-    launch = kernels.Launcher._launch
+    launch = launcher.Launcher._launch
     monkeypatch.setattr(
-        kernels.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
+        launcher.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
         or launch(self, kernel, *rest, **form),
     )  # fmt: skip
     found = {}
@@ -298,7 +436,8 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
         monkeypatch.setenv("GRACE_KERNELS", use)
         assert not launched
         found[use] = simulate({**method, "min_numel": 100}, gradients, backend="torch")
-    assert bool(launched) == (method["compressor"] in ("efsignsgd", "blockint", "topk"))
+    fits = method.get("block_size") != 2 * launcher.LARGE
+    assert bool(launched) == (method["compressor"] in ("efsignsgd", "blockint", "topk", "eden") and fits)
     assert found["off"].report.bytes_sent == found["triton"].report.bytes_sent
     for mean, other in zip(found["triton"].means, found["off"].means, strict=True):
         assert mean.keys() == other.keys() == {"w", "b"}

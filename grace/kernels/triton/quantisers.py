@@ -1,42 +1,26 @@
-"""Triton kernels for PyTorch's CUDA tensors: signs, integers and the top-k selection.
-
-Each gives the same bits as the plain function on a host: divisions are rounded to nearest, there is no fused
-multiply-add, and workers are added in order. No call waits for the device. If TRITON_INTERPRET=1 is set on import,
-Triton's interpreter runs them on the host, element by element in NumPy.
-"""
+"""Triton's kernels of quantisers: signs and integers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from grace.backends.torch_bits import signed
-from grace.core.errors import Unavailable
 from grace.core.rng import Rng
-from grace.kernels.arrays import Arrays
 from grace.kernels.calls import Pairs, fitted
-from grace.kernels.host import absent, partly
-from grace.kernels.memories import Memories
+from grace.kernels.host import partly
 from grace.kernels.quantisers import Quantisers
-from grace.kernels.sparsifiers import Sparsifiers
-from grace.kernels.transforms import Transforms
+from grace.kernels.triton.launcher import LARGE, TILE, Launcher, load_sum, magnitudes_of, mixed, put_mean, rows_of
 from grace.ops.blocks import block_count
 
 Array = Any
 
-LARGE = 8192
-"""Maximum size of blocks that one program reads whole; larger blocks, and whole tensors, are read twice."""
-TILE = 4096
-"""Number of elements per program: whole bytes of bits, and less than a noise row."""
-GROUP = 8
-"""Number of workers whose payloads a pass adds."""
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter."""
+
+# -- kernel helpers ----------------------------------------------------------------------------------------------------
+# Places have the shape [rows, bytes, codes per byte].
 
 
 # -- kernel helpers ----------------------------------------------------------------------------------------------------
@@ -59,20 +43,6 @@ def _span(n, BLOCK, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sum(x, residual, at, here, ADD: tl.constexpr):
-    value = tl.load(x + at, mask=here, other=0.0)
-    if ADD:
-        value += tl.load(residual + at, mask=here, other=0.0)
-    return value
-
-
-@triton.jit
-def _magnitudes(value):
-    # Compare magnitudes as integers: the order is the same, with NaN as the largest.
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
     # int32[rows, bytes, EACH] -> uint8[rows, bytes, 1].
     shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
@@ -80,20 +50,10 @@ def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _mixed(h):
-    # grace.core.rng.mix of uint32.
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
 def _upper(j, key0, key1):
     # The upper 16 bits of word j, uint32, of a stream, for j below 2**32.
-    h = _mixed(j + key0.to(tl.uint32, bitcast=True))
-    return _mixed(h ^ key1.to(tl.uint32, bitcast=True)) >> 16
+    h = mixed(j + key0.to(tl.uint32, bitcast=True))
+    return mixed(h ^ key1.to(tl.uint32, bitcast=True)) >> 16
 
 
 @triton.jit
@@ -142,10 +102,17 @@ def _put_ints(
 
 
 @triton.jit
-def _put_mean(out, total, at, left, divisor, DIVIDE: tl.constexpr):
-    if DIVIDE:
-        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
-    tl.store(out + at, total, mask=at < left)
+def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
+    # A tile's start and number of elements, the byte and offset of each element, and the place of each byte's scale.
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(n - begin, TILE).to(tl.int32)
+    byte = tl.arange(0, TILE // EACH)[:, None]
+    at = byte * EACH + tl.arange(0, EACH)[None, :]
+    if BLOCK == 0:
+        place = byte * 0
+    else:
+        place = begin // BLOCK + ((begin % BLOCK).to(tl.int32) + byte * EACH) // BLOCK
+    return begin, left, byte, at, place
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------
@@ -159,7 +126,7 @@ def signs_blocks(
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
     column, at = _places(ROWS, BLOCK, WIDTH, 8)
     here = (column < BLOCK) & (at < left)
-    value = _sum(x + begin, residual + begin, at, here, ADD)
+    value = load_sum(x + begin, residual + begin, at, here, ADD)
     row = tl.arange(0, ROWS)[:, None, None]
     total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), 2, keep_dims=True), 1, keep_dims=True)
     count = tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1)
@@ -173,7 +140,7 @@ def signs_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.c
     """The sum of magnitudes of a tile of a large block: float64[blocks * tiles]."""
     _, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
-    value = _sum(x + begin, residual + begin, at, at < left, ADD)
+    value = load_sum(x + begin, residual + begin, at, at < left, ADD)
     tl.store(sums + tl.program_id(0).to(tl.int64), tl.sum(tl.abs(value).to(tl.float64), 0))
 
 
@@ -195,7 +162,7 @@ def signs_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, A
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8)
     here = at < left
-    value = _sum(x + begin, residual + begin, at, here, ADD)
+    value = load_sum(x + begin, residual + begin, at, here, ADD)
     scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
     _put_signs(value, scale, x + begin, bits + begin // 8, at, here, ADD)
 
@@ -218,21 +185,7 @@ def signs_mean(
             total = value
         else:
             total += value
-    _put_mean(out + begin, total, at, left, divisor, DIVIDE)
-
-
-@triton.jit
-def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
-    # A tile's start and number of elements, the byte and offset of each element, and the place of each byte's scale.
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    left = tl.minimum(n - begin, TILE).to(tl.int32)
-    byte = tl.arange(0, TILE // EACH)[:, None]
-    at = byte * EACH + tl.arange(0, EACH)[None, :]
-    if BLOCK == 0:
-        place = byte * 0
-    else:
-        place = begin // BLOCK + ((begin % BLOCK).to(tl.int32) + byte * EACH) // BLOCK
-    return begin, left, byte, at, place
+    put_mean(out + begin, total, at, left, divisor, DIVIDE)
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
@@ -250,9 +203,9 @@ def ints_blocks(
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
     column, at = _places(ROWS, BLOCK, WIDTH, 8 // BITS)
     here = (column < BLOCK) & (at < left)
-    value = _sum(x + begin, residual + begin, at, here, ADD)
+    value = load_sum(x + begin, residual + begin, at, here, ADD)
     row = tl.arange(0, ROWS)[:, None, None]
-    most = tl.max(tl.max(_magnitudes(value), 2, keep_dims=True), 1, keep_dims=True)
+    most = tl.max(tl.max(magnitudes_of(value), 2, keep_dims=True), 1, keep_dims=True)
     scale = most.to(tl.float32, bitcast=True)
     tl.store(scales + first + row, scale, mask=row * BLOCK < left)
     _put_ints(
@@ -266,8 +219,8 @@ def ints_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: 
     """Raise a large block's scale, stored as int32 bits, to a tile's largest magnitude if that is larger."""
     place, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
-    value = _sum(x + begin, residual + begin, at, at < left, ADD)
-    tl.atomic_max(scales + place, tl.max(_magnitudes(value), 0))
+    value = load_sum(x + begin, residual + begin, at, at < left, ADD)
+    tl.atomic_max(scales + place, tl.max(magnitudes_of(value), 0))
 
 
 @triton.jit(do_not_specialize=KEYS)
@@ -279,7 +232,7 @@ def ints_rest(
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8 // BITS)
     here = at < left
-    value = _sum(x + begin, residual + begin, at, here, ADD)
+    value = load_sum(x + begin, residual + begin, at, here, ADD)
     scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
     _put_ints(
         value, scale, x + begin, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1,
@@ -309,81 +262,10 @@ def ints_mean(
             total = value
         else:
             total += value
-    _put_mean(out + begin, total, at, left, divisor, DIVIDE)
-
-
-# -- top-k -------------------------------------------------------------------------------------------------------------
-@triton.jit
-def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The magnitudes of x + residual; infinity for NaN."""
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    at = tl.arange(0, TILE)
-    here = at < tl.minimum(n - begin, TILE).to(tl.int32)
-    value = _sum(x + begin, residual + begin, at, here, ADD)
-    found = tl.minimum(_magnitudes(value), 0x7F800000).to(tl.float32, bitcast=True)
-    tl.store(magnitudes + begin + at, found, mask=here)
-
-
-@triton.jit
-def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
-    """int32[2, tiles]: the numbers of a tile's elements above the bound, and equal to it."""
-    pid = tl.program_id(0)
-    begin = pid.to(tl.int64) * TILE
-    at = tl.arange(0, TILE)
-    found = tl.load(magnitudes + begin + at, mask=at < tl.minimum(n - begin, TILE).to(tl.int32), other=-1.0)
-    limit = tl.load(bound)
-    tl.store(counts + pid, tl.sum((found > limit).to(tl.int32), 0))
-    tl.store(counts + tiles + pid, tl.sum((found == limit).to(tl.int32), 0))
-
-
-@triton.jit
-def topk_take(
-    x, residual, magnitudes, bound, counts, ends, values, positions, n, k, tiles, TILE: tl.constexpr, ADD: tl.constexpr
-):
-    """Values and positions of elements above the bound and of the first ones equal to it, k in total; the new residual.
-
-    ``ends``: int32[2, tiles], the running sums of ``counts``.
-    """
-    pid = tl.program_id(0)
-    begin = pid.to(tl.int64) * TILE
-    at = tl.arange(0, TILE)
-    here = at < tl.minimum(n - begin, TILE).to(tl.int32)
-    found = tl.load(magnitudes + begin + at, mask=here, other=-1.0)
-    limit = tl.load(bound)
-    room = k - tl.load(ends + tiles - 1)  # for elements equal to the bound
-    before = tl.load(ends + pid) - tl.load(counts + pid)
-    equal = tl.load(ends + tiles + pid) - tl.load(counts + tiles + pid)
-    tie = (found == limit).to(tl.int32)
-    chosen = (found > limit) | ((tie != 0) & (equal + tl.cumsum(tie, 0) <= room))
-    place = before + tl.minimum(equal, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    value = _sum(x + begin, residual + begin, at, here, ADD)
-    tl.store(values + place, value, mask=chosen)
-    tl.store(positions + place, (begin + at).to(tl.int32), mask=chosen)
-    if ADD:
-        tl.store(x + begin + at, tl.where(chosen, 0.0, value), mask=here)
+    put_mean(out + begin, total, at, left, divisor, DIVIDE)
 
 
 # -- on arrays ---------------------------------------------------------------------------------------------------------
-class Launcher:
-    """Launches kernels on device tensors; x always receives the new residual.
-
-    A kernel that cannot be compiled or launched raises `Unavailable`, before writing any output.
-    """
-
-    def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
-        self._xp, self._give_up = xp, give_up
-
-    def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # Run on the tensors' own device, which may not be the current one; the interpreter's NumPy warns of infinity.
-        device = self._xp.device
-        try:
-            with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
-                kernel[(programs,)](*arguments, **form, enable_fp_fusion=False)
-        except Exception as error:  # from the compiler, its tools, or the driver, without a common class
-            self._give_up(error)
-            raise Unavailable(str(error)) from error
-
-
 @partly(Quantisers)
 class TritonQuantisers(Launcher):
     """Kernels of `Quantisers` for device tensors."""
@@ -397,8 +279,8 @@ class TritonQuantisers(Launcher):
             return (bits, scales), x
         v = x, x if residual is None else residual
         if 0 < block <= LARGE:
-            rows, form = _rows(block)
-            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, **form, ADD=add)
+            rows, width = rows_of(block)
+            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, WIDTH=width, ADD=add)
             return (bits, scales), x
         tiles, size = _tiles(n, block)
         sums = xp.buffers.empty(m * tiles, "float64")
@@ -410,7 +292,8 @@ class TritonQuantisers(Launcher):
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
-        return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
+        payloads = fitted(self._xp, payloads, *sizes)
+        return self._mean(signs_mean, -(-n // TILE), payloads, out, n, BLOCK=block, TILE=TILE)
 
     def ints_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
@@ -425,10 +308,9 @@ class TritonQuantisers(Launcher):
         noise = (0,) * 5 if rng is None else (rng.offset, *(signed(key) for key in (*rng.table, *rng.keys)))
         form = {"BITS": bits, "RANDOM": rng is not None, "ADD": residual is not None}
         if 0 < block <= LARGE:
-            rows, shape = _rows(block)
-            self._launch(
-                ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, BLOCK=block, ROWS=rows, **shape, **form
-            )
+            rows, width = rows_of(block)
+            form |= {"BLOCK": block, "ROWS": rows, "WIDTH": width}
+            self._launch(ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, **form)
             return (codes, scales), x
         tiles, size = _tiles(n, block)
         most = scales.view(torch.int32).zero_()
@@ -439,59 +321,8 @@ class TritonQuantisers(Launcher):
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
-        return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
-
-    def _mean(self, kernel: Any, payloads: Pairs, out: Array | None, n: int, **form: Any) -> Array:
-        workers, out = len(payloads), self._xp.buffers.empty(n) if out is None else out
-        for first in range(0, workers if n else 0, GROUP):
-            sent, scales = zip(*payloads[first : first + GROUP], strict=True)
-            divide = 1 < workers <= first + GROUP
-            self._launch(
-                kernel, -(-n // TILE), sent, scales, out, n, float(workers), **form,
-                WORKERS=len(sent), FIRST=first == 0, DIVIDE=divide, TILE=TILE,
-            )  # fmt: skip
-        return out
-
-
-@partly(Sparsifiers)
-class TritonSparsifiers(Launcher):
-    """Kernels of `Sparsifiers` for device tensors."""
-
-    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[tuple[Array, Array], Array]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
-        xp, (n,), add = self._xp, x.shape, residual is not None
-        values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
-        if k == 0:
-            return (values, positions), x
-        tiles, v = -(-n // TILE), (x, residual if add else x)
-        magnitudes, counts = xp.buffers.empty(n), xp.buffers.empty((2, tiles), "int32")
-        self._launch(topk_magnitudes, tiles, *v, magnitudes, n, TILE=TILE, ADD=add)
-        bound = torch.topk(magnitudes, k, sorted=False).values.min()
-        self._launch(topk_counts, tiles, magnitudes, bound, counts, n, tiles, TILE=TILE)
-        ends = torch.cumsum(counts, 1, dtype=torch.int32)
-        found = magnitudes, bound, counts, ends, values, positions
-        self._launch(topk_take, tiles, *v, *found, n, k, tiles, TILE=TILE, ADD=add)
-        return (values, positions), x
-
-
-class TritonKernels:
-    """The counterpart of `grace.kernels.host.HostKernels` for device tensors."""
-
-    isa = "triton"
-    transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)
-
-    def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
-        self.quantisers, self.sparsifiers = TritonQuantisers(xp, give_up), TritonSparsifiers(xp, give_up)
-
-    def within(self, log: Any, deferred: Any) -> TritonKernels:
-        """These kernels unchanged: a device needs no log and no deferral."""
-        return self
-
-
-def _rows(block: int) -> tuple[int, dict[str, int]]:
-    # Blocks per program, and the power of two that holds one.
-    width = max(8, triton.next_power_of_2(block))
-    return max(1, TILE // width), {"WIDTH": width}
+        payloads = fitted(self._xp, payloads, *sizes)
+        return self._mean(ints_mean, -(-n // TILE), payloads, out, n, BLOCK=block, BITS=bits, TILE=TILE)
 
 
 def _tiles(n: int, block: int) -> tuple[int, int]:

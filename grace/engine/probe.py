@@ -10,7 +10,7 @@ from grace.backends.base import Backend
 from grace.core import Array
 from grace.core.policy import Noise
 
-LEAST, SHARE = 64, 2048
+LEAST, SHARE = 64, 512
 """A sample has one element in ``SHARE``, but at least ``LEAST`` elements; smaller tensors are sampled whole."""
 
 

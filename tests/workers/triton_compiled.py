@@ -59,7 +59,7 @@ def forms(name):
                     yield {"codes": (B,) * workers, **arrays}, {**form, "BITS": bits}
         elif name in ("normal_encode", "normal_mean"):
             for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
-                form, keys = transforms._form(width, range(1 << bits)), {"start": "i64", "key0": "i32", "key1": "i32"}
+                form, keys = transforms.form_of(width, range(1 << bits)), {"start": "i64", "key0": "i32", "key1": "i32"}
                 floats = {"levels": ("fp32",) * (1 << bits), "middles": ("fp32",) * ((1 << bits) - 1), "root": "fp32"}
                 if name == "normal_encode":
                     arrays = {**V, "codes": B, "scales": F, "streams": B, "n": "i32", **floats}
@@ -94,7 +94,7 @@ def test_compiles(name, architecture):
         source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=constants)
         options = {"enable_fp_fusion": False}
         if name.startswith("normal"):
-            options["num_warps"] = transforms._warps(constants["WIDTH"])
+            options["num_warps"] = transforms.warps_of(constants["WIDTH"])
         found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert len(found.asm["cubin"]) > 1000
         assert f".target sm_{architecture}" in found.asm["ptx"]

@@ -187,7 +187,7 @@ class TritonTransforms(Launcher):
         rng: Rng,
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload: codes, scales and streams; and the new residual (if there is a residual)."""
-        xp, (n,), form = self._xp, x.shape, _form(width, levels)
+        xp, (n,), form = self._xp, x.shape, form_of(width, levels)
         m, empty = block_count(n, width), xp.buffers.empty_payload
         payload = empty(m * width // 8 * form["BITS"], "uint8"), empty(m), empty(m, "uint8")
         if n == 0:
@@ -195,7 +195,7 @@ class TritonTransforms(Launcher):
         v, how = (x, x if residual is None else residual), (width**0.5, divisor, stream, *_random(rng))
         self._launch(
             normal_encode, -(-m // form["ROWS"]), *v, *payload, n, tuple(levels), tuple(middles), *how,
-            **form, BIASED=divisor != 0, ADD=residual is not None, num_warps=_warps(width),
+            **form, BIASED=divisor != 0, ADD=residual is not None, num_warps=warps_of(width),
         )  # fmt: skip
         return payload, x
 
@@ -203,23 +203,27 @@ class TritonTransforms(Launcher):
         self, payloads: Pairs, out: Array | None, n: int, width: int, levels: Sequence[float], rng: Rng
     ) -> Array:
         """Each worker's codes, scales and streams -> float32[n], in ``out`` if given."""
-        form, m = _form(width, levels), block_count(n, width)
+        form, m = form_of(width, levels), block_count(n, width)
         sizes = ("uint8", m * width // 8 * form["BITS"]), ("float32", m), ("uint8", m)
         return self._mean(
             normal_mean, -(-m // form["ROWS"]), fitted(self._xp, payloads, *sizes), out, n,
-            tuple(levels), width**0.5, *_random(rng), group=TOGETHER, apart=True, **form, num_warps=_warps(width),
+            tuple(levels), width**0.5, *_random(rng), group=TOGETHER, apart=True, **form, num_warps=warps_of(width),
         )  # fmt: skip
 
 
-def _form(width: int, levels: Sequence[float]) -> dict[str, int]:
-    # What kernels are compiled for. A program handles whole blocks, so it takes none that are larger.
+def form_of(width: int, levels: Sequence[float]) -> dict[str, int]:
+    """The constants that kernels are compiled for.
+
+    A program handles whole blocks, so it takes none that are larger than `LARGE`: raises Unavailable.
+    """
     if width > LARGE:
         raise Unavailable(f"blocks of {width} elements are too large for one program")
     bits, stages = len(levels).bit_length() - 1, width.bit_length() - 1
     return {"ROWS": max(1, TILE // width), "WIDTH": width, "STAGES": stages, "BITS": bits}
 
 
-def _warps(width: int) -> int:
+def warps_of(width: int) -> int:
+    """Warps per program for blocks of this width."""
     return max(4, width // 1024)
 
 

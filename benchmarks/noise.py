@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from grace import grace_from_params
 from grace.bench.plan import parse
 from grace.bench.tasks.tasks import Task, batch, rate, task_of
@@ -135,8 +137,20 @@ class KerasModel:
 TOOLKITS = {"torch": TorchModel, "keras": KerasModel}
 
 
-def train(toolkit: str, name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
-    """Train once; returns a row with the noise ratios, and the curve of (step, quality)."""
+def transposed(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Keras's matrices, except embeddings, in PyTorch's layout, or back: [in, out] and [out, in]."""
+    return {
+        key: np.ascontiguousarray(array.T) if array.ndim == 2 and "embedding" not in key else array
+        for key, array in arrays.items()
+    }
+
+
+def train(toolkit: str, name: str, method: str, workers: int, seed: int, transpose: bool = False) -> dict[str, Any]:
+    """Train once; returns a row with the noise ratios, and the curve of (step, quality).
+
+    ``transpose``: exchange matrices `transposed`.
+    """
+    layout = transposed if transpose else dict
     task = task_of(name)
     scale, data = task.quick, task.data()
     params = {"compressor": "none"} if method == "dense" else parse(method).params
@@ -146,11 +160,11 @@ def train(toolkit: str, name: str, method: str, workers: int, seed: int) -> dict
     world = World(workers)
     graces = [grace_from_params({**params, "policy": watch}, LocalTransport(world, rank)) for rank in range(workers)]
     for grc in graces:
-        grc.build(model.parameters)
-    curve = []
+        grc.build(layout(model.parameters))
+    curve: list[tuple[int, float]] = []
     for step in range(scale.steps):
         for rank, grc in enumerate(graces):
-            grc.launch(model.gradients(*batch(data, scale.batch, rank, step, seed)))
+            grc.launch(layout(model.gradients(*batch(data, scale.batch, rank, step, seed))))
         while [grc for grc in graces if not grc.advance()]:
             pass
         for grc in graces:
@@ -159,7 +173,7 @@ def train(toolkit: str, name: str, method: str, workers: int, seed: int) -> dict
         while [flight for flight in flights if flight is not None and not flight.advance()]:
             pass
         means = [{key: grc.mean(key) for key in model.parameters} for grc in graces]
-        model.apply(means[0], rate(scale, step))
+        model.apply(layout(means[0]), rate(scale, step))
         if (step + 1) % scale.every == 0:
             curve.append((step + 1, data.quality(model.predict)))
     ratios = graces[0].decision.memo["ratios"]
@@ -224,15 +238,18 @@ def main() -> None:
     parser.add_argument("--show", type=Path, metavar="FILE", help="train nothing: the table of rows that are stored")
     parser.add_argument("--toolkit", choices=tuple(TOOLKITS), default="torch")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--transpose", action="store_true", help="exchange Keras's matrices as PyTorch stores them")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="rows are added to this file, as JSON lines")
     args = parser.parse_args()
+    if args.transpose and args.toolkit != "keras":
+        parser.error("--transpose is for --toolkit keras: PyTorch's matrices have this layout")
     rows = [] if args.show is None else stored(args.show)
     for seed in range(args.seeds):
         for job in args.jobs:
             name, _, methods = job.partition(":")
             for method in methods.split(";"):
-                rows.append(train(args.toolkit, name, method, args.workers, seed))
+                rows.append(train(args.toolkit, name, method, args.workers, seed, args.transpose))
                 if args.output is not None:
                     with args.output.open("a") as file:
                         file.write(json.dumps(rows[-1]) + "\n")

@@ -26,7 +26,8 @@ CANDIDATES = (
 """Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md.
 
 In Keras's LSTM 8-bit integers in blocks of 512 lost up to 8 % of the quality, eden of 4 bits in blocks of 4096 10 to
-12 %, and 4-bit integers 8 to 10 % even in blocks of 64 (docs/guide.md). Their noise ratios do not predict it.
+12 %, and 4-bit integers 8 to 10 % even in blocks of 64: in Keras's layout blocks run along the vocabulary
+(docs/guide.md). Their noise ratios do not predict it.
 """
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},

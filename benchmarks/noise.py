@@ -161,7 +161,7 @@ def train(toolkit: str, name: str, method: str, workers: int, seed: int, transpo
     graces = [grace_from_params({**params, "policy": watch}, LocalTransport(world, rank)) for rank in range(workers)]
     for grc in graces:
         grc.build(layout(model.parameters))
-    curve: list[tuple[int, float]] = []
+    curve = []
     for step in range(scale.steps):
         for rank, grc in enumerate(graces):
             grc.launch(layout(model.gradients(*batch(data, scale.batch, rank, step, seed))))
@@ -178,7 +178,8 @@ def train(toolkit: str, name: str, method: str, workers: int, seed: int, transpo
             curve.append((step + 1, data.quality(model.predict)))
     ratios = graces[0].decision.memo["ratios"]
     head = {"toolkit": toolkit, "task": name, "method": method, "feeds_back": memory.feedback}
-    return {**head, "workers": workers, "seed": seed, "ratios": ratios, "curve": curve}
+    about = {**head, "workers": workers, "transposed": transpose, "seed": seed}
+    return {**about, "ratios": ratios, "curve": curve}
 
 
 def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> float | None:
@@ -199,16 +200,16 @@ def stored(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+def mean_curve(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
     """Pairs of step and quality, means over the seeds."""
     points = zip(*(row["curve"] for row in rows), strict=True)
     return [(point[0][0], statistics.mean(quality for _, quality in point)) for point in points]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each task and method, means over the seeds. ValueError if toolkits or workers are mixed."""
-    if len({(row.get("toolkit", "torch"), row["workers"]) for row in rows}) > 1:
-        raise ValueError("one table is of one toolkit and one number of workers: write others to files of their own")
+    """Markdown: a line for each task and method, means over the seeds. ValueError for rows of different setups."""
+    if len({(row.get("toolkit", "torch"), row["workers"], row.get("transposed", False)) for row in rows}) > 1:
+        raise ValueError("one table is of one toolkit, layout and number of workers: write others to other files")
     heads = ["task", "method", "noise ratio, first steps", "noise ratio, all steps", "quality", "dense steps to it"]
     heads += ["steps per dense step", "predicted"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -217,8 +218,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         groups.setdefault((row["task"], row["method"]), []).append(row)
     for (name, method), mine in groups.items():
         higher, seeds = task_of(name).higher, {row["seed"] for row in mine}
-        dense = curve([row for row in groups.get((name, "dense"), []) if row["seed"] in seeds])
-        quality = curve(mine)[-1][1]
+        dense = mean_curve([row for row in groups.get((name, "dense"), []) if row["seed"] in seeds])
+        quality = mean_curve(mine)[-1][1]
         after = steps_to(dense, higher, quality)  # None: the method was better than dense
         own = steps_to(dense, higher, dense[-1][1]) if dense else None
         ratios = [row["ratios"] for row in mine]

@@ -102,7 +102,10 @@ class Policy(ABC):
         """
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        """Number of steps to time now; 0: decide after this step; None: no trial. The first step is never timed."""
+        """Number of steps to time now; 0: decide after this step; None: no trial.
+
+        The first step of a training is not timed.
+        """
         return None
 
     def on_trial_end(

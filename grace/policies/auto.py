@@ -99,7 +99,7 @@ class Auto(Policy):
     the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
     noise ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. Its noise is
     measured again later, and the policy chooses again. Errors of independent rotations or roundings average out better
-    where the workers' gradients agree, so noise rises as gradients approach zero.
+    where the workers' gradients agree, so noise rises as the gradients become mostly sampling noise.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
@@ -245,7 +245,7 @@ class Auto(Policy):
         # The cheapest allowed level. Another than the current one must be cheaper by the margin.
         costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
         if current in costs:
-            costs = {**costs, current: (1 - self.margin) * costs[current]}
+            costs[current] *= 1 - self.margin
         best = min(costs, key=lambda level: costs[level])
         return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
@@ -293,7 +293,7 @@ class Auto(Policy):
 
         known = set(map(str, levels))
         return (
-            set(memo) - {"watched", "signal"} == {"workers", "seconds", "chosen", "errors"}  # "signal": of version 0.1
+            set(memo) - {"watched", "signal"} == {"workers", "seconds", "chosen", "errors"}  # "signal": once written
             and type(memo["workers"]) is int
             and type(memo.get("watched", 0)) is int
             and 0 <= memo.get("watched", 0) <= 32

@@ -463,6 +463,15 @@ def test_sample(ops, n, k):
     assert ops(lambda xp, x: xp.random.sample(5, 7, 3, n, k), f32([])).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("step, worker", [(0, 0), (1, 3), (2**31 + 7, 1), (2**32 + 1, 2**16)])
+def test_keys(ops, step, worker):
+    def keys(xp, step, worker):
+        return xp.concat([xp.reshape(key, (1,)) for key in xp.random.keys(0xFFFFFFF1, step, worker)])
+
+    expected = [streams.fold(0xFFFFFFF1, step, worker, key) for key in (1, 2)]
+    assert ops(keys, np.int64(step), np.int64(worker)).tolist() == expected
+
+
 # -- making and reading --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if name != "bfloat16"])
 def test_arrays_are_made_and_read(xp, dtype):

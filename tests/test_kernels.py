@@ -1290,6 +1290,32 @@ def test_tensorflow_topk(tensorflow, run_op, n, feedback):
         equal(mean, Threshold().aggregate([(values, positions)] * 2, Context(XP, "w", (n,))))
 
 
+@TF_SIZES
+@loop("bits", [1, 3, 4])
+@loop("width", [64, 4096])
+@loop("feedback", [False, True])
+def test_tensorflow_rotated(tensorflow, run_op, n, bits, width, feedback):
+    (ops, _), lib, x = tensorflow, library(), vector(n, 1)
+    residual, eden = vector(n, 2) if feedback else None, Eden(bits=bits, block_size=width)
+    levels, middles, divisor = eden.levels(), eden.middles(), eden.divisor(width) if eden.biased else 0.0
+    stream, keys, start = 3, (0xFFFFFFF0, 7), 4096
+    m = -(-n // width)
+    codes, scales, streams = np.zeros(m * width * bits // 8, np.uint8), np.zeros(m, np.float32), np.zeros(m, np.uint8)
+    out = np.zeros(n, np.float32)
+    arrays = map(pointer, (x, residual, out if feedback else None, codes, scales, streams))
+    lib.normal_encode(*arrays, n, width, bits, levels, middles, divisor, stream, *keys, start)
+    got = run_op(
+        lambda x, residual=None: ops.normal_encode(x, residual, width, levels, middles, divisor, stream, keys, start),
+        x, *([residual] if feedback else []),
+    )  # fmt: skip
+    for each, expected in zip(got, (codes, scales, streams, *([out] if feedback else [])), strict=feedback):
+        equal(each, expected)
+    mean, payload = np.zeros(n, np.float32), (codes, scales, streams)
+    lib.normal_mean(*([pointer(a)] * 2 for a in payload), 2, pointer(mean), n, width, bits, levels, *keys, start)
+    received = run_op(lambda *each: ops.normal_mean(*([a] * 2 for a in each), n, width, levels, keys, start), *payload)
+    equal(received[0], mean)
+
+
 def pointer(array):
     return None if array is None else array.ctypes.data
 
@@ -1327,6 +1353,15 @@ def test_tensorflow_refuses_what_does_not_fit(tensorflow):
         ops.signs_encode(tf.ones((10, 10)), None, 0)
     with pytest.raises(wrong, match="table of 65536"):
         ops.ints_encode(x, None, 512, 8, tf.zeros(10, tf.uint16), tf.zeros(1, tf.uint16))
+    payload, levels = ([byte], [one], [byte]), [-1.0, 1.0]
+    with pytest.raises(wrong, match="worker 0 sent a payload"):
+        ops.normal_mean(*payload, 1000, 64, levels, (0, 0))
+    with pytest.raises(wrong, match="no power of two"):
+        ops.normal_mean(*payload, 1000, 72, levels, (0, 0))
+    with pytest.raises(wrong, match="3 levels"):
+        ops.normal_mean(*payload, 1000, 64, [*levels, 2.0], (0, 0))
+    with pytest.raises(wrong, match="do not match"):
+        ops.normal_encode(x, None, 64, levels, levels, 0.0, 0, (0, 0))
     with pytest.raises(wrong, match="k=1001"):
         ops.topk_encode(x, None, 1001)
     with pytest.raises(wrong, match="multiple of 8"):

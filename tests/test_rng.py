@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import streams
-from methods import BACKENDS, backend, normal
+from methods import BACKENDS, backend, built, normal
 
 from grace import simulate
 from grace.core import Context
@@ -266,8 +266,11 @@ def test_global_generators_are_not_touched(name, compressor):
     assert generators() == before
 
 
+@pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("step", [0, 1, 12345, 2**31 + 7, 2**32 + 1])
-def test_a_step_inside_a_graph_gives_the_same_numbers(step):
+def test_a_step_inside_a_graph_gives_the_same_numbers(step, kernels, monkeypatch):
+    built()
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
     xp = backend("tensorflow")
     import tensorflow as tf
 

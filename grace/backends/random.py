@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from grace.core import rng
 from grace.core.rng import NOISE
 
 Array = Any
@@ -38,6 +39,10 @@ class Random(ABC):
     @abstractmethod
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         """int32[n]: the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.core.rng`)."""
+
+    def keys(self, stem: int, step: Any, worker: Any) -> tuple[Any, Any]:
+        """`grace.core.rng.keys`, where step or worker is a scalar inside a graph."""
+        return rng.keys(stem, step, worker)
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
         """int32[k]: ascending positions of the k smallest of the n `words`, as unsigned numbers; read-only."""

@@ -14,7 +14,7 @@ from grace.backends.linalg import Linalg
 from grace.backends.numpy import NumpyBackend
 from grace.backends.random import Random
 from grace.core.dtypes import ITEMSIZE
-from grace.core.rng import MASK32
+from grace.core.rng import FIRST, MASK32, SECOND, mix
 
 
 class TensorflowLinalg(Linalg):
@@ -44,6 +44,16 @@ class TensorflowRandom(Random):
             pieces.append(_mix(tf.bitwise.bitwise_xor(h, _word(high + key1))))
             start, n = start + count, n - count
         return tf.bitcast(self._xp.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
+
+    def keys(self, stem: int, step: Any, worker: Any) -> tuple[Any, Any]:
+        if kernels := self._xp.kernels:
+            return kernels.keys(stem, step, worker)
+        # In uint32, whose products wrap: a fifth of the operations of 64-bit arithmetic.
+        h = _word(stem)
+        for value in (step, worker):
+            h = _mix(h + (_mix(_word(value)) if tf.is_tensor(value) else _word(mix(value & MASK32))))
+        first, second = tf.unstack(tf.cast(_mix(h + tf.constant([FIRST, SECOND], tf.uint32)), tf.int64))
+        return first, second
 
     def cached(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
         def outside() -> Array:
@@ -120,10 +130,16 @@ class TensorflowBackend(Backend):
         return tf.unstack(x)
 
     def reshape(self, x: Array, shape: Any) -> Array:
-        return tf.reshape(x, shape)
+        # Operations that change nothing would be most of a large exchange's graph.
+        flat = x.shape.rank == 1 and isinstance(shape, tuple) and len(shape) == 1
+        return x if flat and type(shape[0]) is int and shape[0] in (-1, x.shape[0]) else tf.reshape(x, shape)
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return arrays[0] if len(arrays) == 1 else tf.concat(arrays, axis)
+
+    def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
+        known = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+        return tf.split(x, sizes) if known else super().split(x, sizes)
 
     def pad(self, x: Array, n: int) -> Array:
         missing = n - x.shape[0]
@@ -139,10 +155,12 @@ class TensorflowBackend(Backend):
         x = tf.cast(x, tf.uint8) if x.dtype == tf.bool else x
         if dtype == "bool":
             return self.bitcast(x, "uint8") != 0
+        if x.dtype == dtype:
+            return self.reshape(x, (-1,))
         ratio, rest = divmod(ITEMSIZE[dtype], x.dtype.size)
         if ratio > 1 and rest == 0:  # tf.bitcast reads a wider dtype from the last dimension
             x = tf.reshape(x, (-1, ratio))
-        return tf.reshape(tf.bitcast(x, dtype), (-1,))
+        return self.reshape(tf.bitcast(x, dtype), (-1,))
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return tf.where(condition, x, y)

@@ -85,13 +85,13 @@ def _stem(seed: int, label: str, name: str) -> int:
 FIRST, SECOND = mix(1), mix(2)
 
 
-def _keys(seed: int, label: str, name: str, step: Any, worker: Any) -> tuple[Any, Any]:
-    # The two keys of a stream.
-    h = fold(step, worker, start=_stem(seed, label, name))
+def keys(stem: int, step: Any, worker: Any) -> tuple[Any, Any]:
+    """The two keys of a stream. ``stem``: the hash of its seed, label and tensor."""
+    h = fold(step, worker, start=stem)
     return mix((h + FIRST) & MASK32), mix((h + SECOND) & MASK32)
 
 
-_known_keys = lru_cache(4096)(_keys)
+_known_keys = lru_cache(4096)(keys)
 
 
 class Rng:
@@ -102,11 +102,20 @@ class Rng:
     """
 
     def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: Any, offset: int = 0):
-        keys = _known_keys if isinstance(step, int) and isinstance(worker, int) else _keys
         self._xp = xp
-        self.keys = keys(seed, label, name, step, worker)
-        self.table = keys(seed, label, "", step, worker)  # keys of the noise table, which all tensors share
+        self._stream = seed, label, step, worker
+        self.keys = self._keys(name)
         self.offset = offset
+
+    @property
+    def table(self) -> tuple[Any, Any]:
+        """The keys of the noise table, which all tensors share."""
+        return self._keys("")
+
+    def _keys(self, name: str) -> tuple[Any, Any]:
+        seed, label, step, worker = self._stream
+        known = isinstance(step, int) and isinstance(worker, int)
+        return (_known_keys if known else self._xp.random.keys)(_stem(seed, label, name), step, worker)
 
     def bits(self, n: int) -> Any:
         """int32[n]: 32 random bits each."""

@@ -31,6 +31,9 @@ __all__ = [
     "available",
     "ints_encode",
     "ints_mean",
+    "keys",
+    "normal_encode",
+    "normal_mean",
     "signs_encode",
     "signs_mean",
     "sparse_mean",
@@ -43,6 +46,12 @@ Tensor = Any
 def available() -> bool:
     """Whether the operations are built, and GRACE_KERNELS is not off."""
     return library() is not None and _operations() is not None
+
+
+def keys(stem: int, step: Any, worker: Any) -> tuple[Tensor, Tensor]:
+    """int64 scalars: `grace.core.rng.keys`."""
+    first, second = _ops().grace_keys(step=tf.cast(step, tf.int64), worker=tf.cast(worker, tf.int64), stem=stem)
+    return first, second
 
 
 def signs_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +104,65 @@ def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) ->
 def sparse_mean(values: Sequence[Tensor], positions: Sequence[Tensor], n: int, threads: int = 1) -> Tensor:
     """float32[n], the mean of the workers' payloads; rejects positions that do not ascend within 0 .. n-1."""
     return _ops().grace_sparse_mean(values=values, positions=positions, n=n, threads=threads)
+
+
+def normal_encode(
+    x: Tensor,
+    residual: Tensor | None,
+    width: int,
+    levels: Sequence[float],
+    middles: Sequence[float],
+    divisor: float,
+    stream: Any,
+    keys: tuple[Any, Any],
+    start: int = 0,
+    threads: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes uint8[ceil(width * m * bits / 8)], scales float32[m], streams uint8[m], out).
+
+    ``out`` is the new residual, and undefined without a residual. stream and keys: numbers, or int64 scalars.
+    """
+    key0, key1 = (tf.cast(key, tf.int64) for key in keys)
+    return _ops().grace_normal_encode(
+        x=x,
+        residual=_or_empty(residual),
+        stream=tf.cast(stream, tf.int64),
+        key0=key0,
+        key1=key1,
+        width=width,
+        levels=levels,
+        middles=middles,
+        divisor=divisor,
+        start=start,
+        threads=threads,
+    )
+
+
+def normal_mean(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    streams: Sequence[Tensor],
+    n: int,
+    width: int,
+    levels: Sequence[float],
+    keys: tuple[Any, Any],
+    start: int = 0,
+    threads: int = 1,
+) -> Tensor:
+    """float32[n], the mean of the workers' payloads."""
+    key0, key1 = (tf.cast(key, tf.int64) for key in keys)
+    return _ops().grace_normal_mean(
+        codes=codes,
+        scales=scales,
+        streams=streams,
+        key0=key0,
+        key1=key1,
+        n=n,
+        width=width,
+        levels=levels,
+        start=start,
+        threads=threads,
+    )
 
 
 def _or_empty(residual: Tensor | None) -> Tensor:
@@ -193,18 +261,60 @@ class TensorflowSparsifiers:
             return sparse_mean(values, positions, n, self._xp.threads)
 
 
+@partly(Transforms)
+class TensorflowTransforms:
+    """Kernels of `Transforms` for TensorFlow's CPU tensors."""
+
+    def __init__(self, xp: Any):
+        self._xp = xp
+
+    def normal_encode(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        width: int,
+        levels: Sequence[float],
+        middles: Sequence[float],
+        divisor: float,
+        stream: Any,
+        rng: Rng,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; new residual."""
+        how = width, levels, middles, divisor, stream, rng.keys, rng.offset
+        *payload, left = normal_encode(x, residual, *how, self._xp.threads)
+        return tuple(payload), left
+
+    def normal_mean(
+        self,
+        payloads: Sequence[tuple[Tensor, ...]],
+        out: None,
+        n: int,
+        width: int,
+        levels: Sequence[float],
+        rng: Rng,
+    ) -> Tensor:
+        """Each worker's codes, scales and streams -> float32[n]."""
+        with _refusals():
+            return normal_mean(*zip(*payloads, strict=True), n, width, levels, rng.keys, rng.offset, self._xp.threads)
+
+
 class TensorflowKernels:
     """The counterpart of `grace.kernels.host.HostKernels` for TensorFlow's CPU tensors."""
 
-    transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)
+    memories, arrays = absent(Memories), absent(Arrays)
 
     def __init__(self, xp: Any):
         found = library()
         self.quantisers, self.sparsifiers = TensorflowQuantisers(xp), TensorflowSparsifiers(xp)
+        self.transforms = TensorflowTransforms(xp)
         self.isa = found.isa if found else ""
+
+    def keys(self, stem: int, step: Any, worker: Any) -> tuple[Tensor, Tensor]:
+        """The keys of a random stream: `grace.core.rng.keys`."""
+        return keys(stem, step, worker)
 
     def whole(self, compressor: Compressor) -> bool:
         """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""
         if name_of(compressor) == "topk":
             return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
-        return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd")
+        return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd", "eden")

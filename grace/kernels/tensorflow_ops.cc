@@ -20,7 +20,8 @@ using shape_inference::InferenceContext;
 using shape_inference::ShapeHandle;
 
 #define FUNCTIONS(each) \
-  each(signs_encode) each(signs_mean) each(ints_encode) each(ints_mean) each(topk_encode) each(sparse_mean)
+  each(signs_encode) each(signs_mean) each(ints_encode) each(ints_mean) each(topk_encode) each(sparse_mean) \
+  each(normal_encode) each(normal_mean)
 #define POINTER(name) decltype(&grace_##name) name = nullptr;
 struct {
   const grace::Loops* loops = nullptr;
@@ -70,6 +71,31 @@ Status topk_shape(InferenceContext* c) {
   c->set_output(0, c->Vector(k));
   c->set_output(1, c->Vector(k));
   c->set_output(2, x);
+  return OkStatus();
+}
+
+// The number of bits of a code, of 2^bits levels; 0 if their number is no power of two.
+int64_t bits_of(const std::vector<float>& levels) {
+  for (int64_t bits = 1; bits <= 8; bits++)
+    if (levels.size() == size_t(1) << bits) return bits;
+  return 0;
+}
+
+Status normal_shape(InferenceContext* c) {
+  ShapeHandle x, residual;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &x));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &residual));
+  for (int scalar = 2; scalar < 5; scalar++) TF_RETURN_IF_ERROR(c->WithRank(c->input(scalar), 0, &residual));
+  int64_t width;
+  std::vector<float> levels;
+  TF_RETURN_IF_ERROR(c->GetAttr("width", &width));
+  TF_RETURN_IF_ERROR(c->GetAttr("levels", &levels));
+  const DimensionHandle n = c->Dim(x, 0);
+  const bool known = c->ValueKnown(n);
+  const int64_t count = known ? blocks(c->Value(n), width) : 0;
+  c->set_output(0, c->Vector(known ? c->MakeDim((count * width * bits_of(levels) + 7) / 8) : c->UnknownDim()));
+  for (int each = 1; each < 3; each++) c->set_output(each, c->Vector(known ? c->MakeDim(count) : c->UnknownDim()));
+  c->set_output(3, c->Vector(n));
   return OkStatus();
 }
 
@@ -137,6 +163,50 @@ REGISTER_OP("GraceSparseMean")
     .Attr("n: int >= 0")
     .Attr("threads: int >= 1 = 1")
     .SetShapeFn(mean_of);
+
+REGISTER_OP("GraceNormalEncode")
+    .Input("x: float")
+    .Input("residual: float")
+    .Input("stream: int64")
+    .Input("key0: int64")
+    .Input("key1: int64")
+    .Output("codes: uint8")
+    .Output("scales: float")
+    .Output("streams: uint8")
+    .Output("out: float")
+    .Attr("width: int >= 8")
+    .Attr("levels: list(float) >= 2")
+    .Attr("middles: list(float) >= 1")
+    .Attr("divisor: float")
+    .Attr("start: int >= 0 = 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(normal_shape);
+
+REGISTER_OP("GraceNormalMean")
+    .Input("codes: N * uint8")
+    .Input("scales: N * float")
+    .Input("streams: N * uint8")
+    .Input("key0: int64")
+    .Input("key1: int64")
+    .Output("out: float")
+    .Attr("N: int >= 1")
+    .Attr("n: int >= 0")
+    .Attr("width: int >= 8")
+    .Attr("levels: list(float) >= 2")
+    .Attr("start: int >= 0 = 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(mean_of);
+
+REGISTER_OP("GraceKeys")
+    .Input("step: int64")
+    .Input("worker: int64")
+    .Output("key0: int64")
+    .Output("key1: int64")
+    .Attr("stem: int")
+    .SetShapeFn([](InferenceContext* c) {
+      for (int key = 0; key < 2; key++) c->set_output(key, c->Scalar());
+      return OkStatus();
+    });
 
 template <class T>
 const T* data(const Tensor& x) {
@@ -307,12 +377,129 @@ class SparseMean : public GraceOp {
   }
 };
 
+// Common settings of rotated blocks.
+class Rotated : public GraceOp {
+ public:
+  explicit Rotated(OpKernelConstruction* c) : GraceOp(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("width", &width_));
+    OP_REQUIRES_OK(c, c->GetAttr("levels", &levels_));
+    OP_REQUIRES_OK(c, c->GetAttr("start", &start_));
+    bits_ = bits_of(levels_);
+    OP_REQUIRES(c, bits_, errors::InvalidArgument(levels_.size(), " levels: their number must be a power of two"));
+    OP_REQUIRES(c, (width_ & (width_ - 1)) == 0, errors::InvalidArgument("width=", width_, " is no power of two"));
+  }
+
+ protected:
+  int64_t bytes(int64_t n) const { return (blocks(n, width_) * width_ * bits_ + 7) / 8; }
+
+  int64_t width_ = 0, start_ = 0;
+  std::vector<float> levels_;
+};
+
+class NormalEncode : public Rotated {
+ public:
+  explicit NormalEncode(OpKernelConstruction* c) : Rotated(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("middles", &middles_));
+    OP_REQUIRES_OK(c, c->GetAttr("divisor", &divisor_));
+    OP_REQUIRES(c, middles_.size() + 1 == levels_.size(), errors::InvalidArgument("levels and middles do not match"));
+  }
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    float* out = Open(c, 3);
+    if (!c->status().ok()) return;
+    const int64_t n = c->input(0).NumElements(), count = blocks(n, width_);
+    Tensor *codes = nullptr, *scales = nullptr, *streams = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes(n)}), &codes));
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({count}), &scales));
+    OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({count}), &streams));
+    const auto scalar = [c](int index) { return c->input(index).scalar<int64_t>()(); };
+    const float* residual = data<float>(c->input(1));
+    kernels.normal_encode(kernels.loops, data<float>(c->input(0)), residual, residual ? out : nullptr,
+                          codes->flat<uint8>().data(), scales->flat<float>().data(), streams->flat<uint8>().data(), n,
+                          width_, bits_, levels_.data(), middles_.data(), divisor_, scalar(2), scalar(3), scalar(4),
+                          start_, threads_, 0);
+  }
+
+ private:
+  std::vector<float> middles_;
+  float divisor_ = 0;
+};
+
+class NormalMean : public Rotated {
+ public:
+  using Rotated::Rotated;
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    OpInputList codes, scales, streams;
+    const Tensor *key0 = nullptr, *key1 = nullptr;
+    OP_REQUIRES_OK(c, c->input_list("codes", &codes));
+    OP_REQUIRES_OK(c, c->input_list("scales", &scales));
+    OP_REQUIRES_OK(c, c->input_list("streams", &streams));
+    OP_REQUIRES_OK(c, c->input("key0", &key0));
+    OP_REQUIRES_OK(c, c->input("key1", &key1));
+    std::vector<const uint8_t*> packed, signs;
+    std::vector<const float*> scale;
+    const int64_t count = blocks(n_, width_);
+    for (int w = 0; w < codes.size(); w++) {
+      OP_REQUIRES(c,
+                  codes[w].NumElements() == bytes(n_) && scales[w].NumElements() == count &&
+                      streams[w].NumElements() == count,
+                  errors::InvalidArgument("worker ", w, " sent a payload of another size"));
+      packed.push_back(data<uint8>(codes[w]));
+      scale.push_back(data<float>(scales[w]));
+      signs.push_back(data<uint8>(streams[w]));
+    }
+    Tensor* out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
+    kernels.normal_mean(kernels.loops, packed.data(), scale.data(), signs.data(), codes.size(),
+                        out->flat<float>().data(), n_, width_, bits_, levels_.data(), key0->scalar<int64_t>()(),
+                        key1->scalar<int64_t>()(), start_, threads_);
+  }
+};
+
+// The two keys of a random stream: grace.core.rng.keys.
+class Keys : public OpKernel {
+ public:
+  explicit Keys(OpKernelConstruction* c) : OpKernel(c) {
+    int64_t stem;
+    OP_REQUIRES_OK(c, c->GetAttr("stem", &stem));
+    stem_ = uint32_t(stem);
+  }
+
+  void Compute(OpKernelContext* c) override {
+    uint32_t hash = stem_;
+    for (int input = 0; input < 2; input++) {
+      OP_REQUIRES(c, TensorShapeUtils::IsScalar(c->input(input).shape()), errors::InvalidArgument("not a scalar"));
+      hash = Mix(hash + Mix(uint32_t(c->input(input).scalar<int64_t>()())));
+    }
+    for (uint32_t key = 0; key < 2; key++) {
+      Tensor* out = nullptr;
+      OP_REQUIRES_OK(c, c->allocate_output(int(key), TensorShape({}), &out));
+      out->scalar<int64_t>()() = Mix(hash + Mix(key + 1));
+    }
+  }
+
+ private:
+  static uint32_t Mix(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85EBCA6B;
+    h = (h ^ (h >> 13)) * 0xC2B2AE35;
+    return h ^ (h >> 16);
+  }
+
+  uint32_t stem_ = 0;
+};
+
 REGISTER_KERNEL_BUILDER(Name("GraceSignsEncode").Device(DEVICE_CPU), Encode<false>);
 REGISTER_KERNEL_BUILDER(Name("GraceSignsMean").Device(DEVICE_CPU), Mean<false>);
 REGISTER_KERNEL_BUILDER(Name("GraceIntsEncode").Device(DEVICE_CPU), Encode<true>);
 REGISTER_KERNEL_BUILDER(Name("GraceIntsMean").Device(DEVICE_CPU), Mean<true>);
 REGISTER_KERNEL_BUILDER(Name("GraceTopkEncode").Device(DEVICE_CPU), TopkEncode);
 REGISTER_KERNEL_BUILDER(Name("GraceSparseMean").Device(DEVICE_CPU), SparseMean);
+REGISTER_KERNEL_BUILDER(Name("GraceNormalEncode").Device(DEVICE_CPU), NormalEncode);
+REGISTER_KERNEL_BUILDER(Name("GraceNormalMean").Device(DEVICE_CPU), NormalMean);
+REGISTER_KERNEL_BUILDER(Name("GraceKeys").Device(DEVICE_CPU), Keys);
 
 }  // namespace
 

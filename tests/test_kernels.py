@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import streams
 from methods import PLAIN, backend, built
 from support.cases import loop
 from support.kernels import KINDS, Memory, address, blocks_of, equal, signs_oracle, ulps, vector
@@ -1288,6 +1289,13 @@ def test_tensorflow_topk(tensorflow, run_op, n, feedback):
     mean = run_op(lambda v, p: ops.sparse_mean([v, v], [p, p], n), values, positions)[0]
     with XP.quiet():
         equal(mean, Threshold().aggregate([(values, positions)] * 2, Context(XP, "w", (n,))))
+
+
+@pytest.mark.parametrize("keys", [(1, 2), (0xFFFFFFFF, 0x80000000)])
+def test_tensorflow_noise(tensorflow, run_op, keys):
+    ops, _ = tensorflow
+    (found,) = run_op(lambda *keys: ops.noise_table(keys, 70001), *map(np.int64, keys))
+    equal(found, (streams.words(*keys, 0, 70001) >> 16).astype(np.uint16))
 
 
 @TF_SIZES

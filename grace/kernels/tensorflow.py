@@ -32,6 +32,7 @@ __all__ = [
     "ints_encode",
     "ints_mean",
     "keys",
+    "noise_table",
     "normal_encode",
     "normal_mean",
     "signs_encode",
@@ -104,6 +105,12 @@ def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) ->
 def sparse_mean(values: Sequence[Tensor], positions: Sequence[Tensor], n: int, threads: int = 1) -> Tensor:
     """float32[n], the mean of the workers' payloads; rejects positions that do not ascend within 0 .. n-1."""
     return _ops().grace_sparse_mean(values=values, positions=positions, n=n, threads=threads)
+
+
+def noise_table(keys: tuple[Any, Any], n: int) -> Tensor:
+    """uint16[n]: the upper halves of a stream's first words."""
+    key0, key1 = (tf.cast(key, tf.int64) for key in keys)
+    return _ops().grace_noise_table(key0=key0, key1=key1, n=n)
 
 
 def normal_encode(
@@ -225,8 +232,8 @@ class TensorflowQuantisers:
         if rng is None:
             *payload, left = ints_encode(x, residual, block, bits, threads=self._xp.threads)
             return tuple(payload), left
-        rows = range(rng.offset // NOISE, -(-(rng.offset + x.shape[0]) // NOISE))
-        table, offsets = self._upper(rng.table, 0, NOISE), self._upper(rng.keys, rows.start, len(rows))
+        table = noise_table(rng.table, NOISE)
+        offsets = noise_table(rng.keys, -(-(rng.offset + x.shape[0]) // NOISE))[rng.offset // NOISE :]
         *payload, left = ints_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
         return tuple(payload), left
 
@@ -235,11 +242,6 @@ class TensorflowQuantisers:
         codes, scales = zip(*payloads, strict=True)
         with _refusals():
             return ints_mean(codes, scales, n, block, bits, self._xp.threads)
-
-    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
-        # The upper halves of words.
-        words = tf.bitcast(self._xp.random.words(*keys, start, n), tf.uint32)
-        return tf.cast(tf.bitwise.right_shift(words, tf.constant(16, tf.uint32)), tf.uint16)
 
 
 @partly(Sparsifiers)
@@ -294,8 +296,9 @@ class TensorflowTransforms:
         rng: Rng,
     ) -> Tensor:
         """Each worker's codes, scales and streams -> float32[n]."""
+        codes, scales, streams = zip(*payloads, strict=True)
         with _refusals():
-            return normal_mean(*zip(*payloads, strict=True), n, width, levels, rng.keys, rng.offset, self._xp.threads)
+            return normal_mean(codes, scales, streams, n, width, levels, rng.keys, rng.offset, self._xp.threads)
 
 
 class TensorflowKernels:

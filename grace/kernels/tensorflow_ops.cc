@@ -21,7 +21,7 @@ using shape_inference::ShapeHandle;
 
 #define FUNCTIONS(each) \
   each(signs_encode) each(signs_mean) each(ints_encode) each(ints_mean) each(topk_encode) each(sparse_mean) \
-  each(normal_encode) each(normal_mean)
+  each(normal_encode) each(normal_mean) each(noise_table)
 #define POINTER(name) decltype(&grace_##name) name = nullptr;
 struct {
   const grace::Loops* loops = nullptr;
@@ -207,6 +207,13 @@ REGISTER_OP("GraceKeys")
       for (int key = 0; key < 2; key++) c->set_output(key, c->Scalar());
       return OkStatus();
     });
+
+REGISTER_OP("GraceNoiseTable")
+    .Input("key0: int64")
+    .Input("key1: int64")
+    .Output("table: uint16")
+    .Attr("n: int >= 0")
+    .SetShapeFn(mean_of);
 
 template <class T>
 const T* data(const Tensor& x) {
@@ -491,6 +498,21 @@ class Keys : public OpKernel {
   uint32_t stem_ = 0;
 };
 
+class NoiseTable : public OpKernel {
+ public:
+  explicit NoiseTable(OpKernelConstruction* c) : OpKernel(c) { OP_REQUIRES_OK(c, c->GetAttr("n", &n_)); }
+
+  void Compute(OpKernelContext* c) override {
+    Tensor* out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
+    kernels.noise_table(kernels.loops, c->input(0).scalar<int64_t>()(), c->input(1).scalar<int64_t>()(), n_,
+                        out->flat<uint16>().data(), 1);
+  }
+
+ private:
+  int64_t n_ = 0;
+};
+
 REGISTER_KERNEL_BUILDER(Name("GraceSignsEncode").Device(DEVICE_CPU), Encode<false>);
 REGISTER_KERNEL_BUILDER(Name("GraceSignsMean").Device(DEVICE_CPU), Mean<false>);
 REGISTER_KERNEL_BUILDER(Name("GraceIntsEncode").Device(DEVICE_CPU), Encode<true>);
@@ -500,6 +522,7 @@ REGISTER_KERNEL_BUILDER(Name("GraceSparseMean").Device(DEVICE_CPU), SparseMean);
 REGISTER_KERNEL_BUILDER(Name("GraceNormalEncode").Device(DEVICE_CPU), NormalEncode);
 REGISTER_KERNEL_BUILDER(Name("GraceNormalMean").Device(DEVICE_CPU), NormalMean);
 REGISTER_KERNEL_BUILDER(Name("GraceKeys").Device(DEVICE_CPU), Keys);
+REGISTER_KERNEL_BUILDER(Name("GraceNoiseTable").Device(DEVICE_CPU), NoiseTable);
 
 }  // namespace
 

@@ -57,6 +57,30 @@ def test_a_loop_with_absent_and_sparse_gradients(found):
         assert names == ["table", "unused", "absent"]
 
 
+def int4(x):
+    """A tensor, as it is stored, as 4-bit integers in blocks of 16."""
+    rows = x.reshape(-1, 16)
+    scales = np.abs(rows).max(1, keepdims=True)
+    return (np.rint(rows / scales * 7) * (scales / 7)).reshape(x.shape)
+
+
+def test_blockwise_methods_exchange_kernels_transposed(found):
+    workers = [worker["blockwise"] for worker in found]
+    gradients = list(zip(*(worker["gradients"] for worker in workers), strict=True))
+    kernels = [np.mean([int4(np.ascontiguousarray(x.T)).T for x in each], 0) for each in gradients[:2]]
+    expected = [*kernels, np.mean([int4(x) for x in gradients[2]], 0)]
+    for rank, worker in enumerate(workers):
+        for number, (mean, wanted) in enumerate(zip(worker["means"], expected, strict=True)):
+            np.testing.assert_allclose(mean, wanted, rtol=1e-5, atol=1e-6)
+            x = gradients[number][rank]
+            left = x.T - int4(np.ascontiguousarray(x.T)) if number < 2 else x - int4(x)
+            np.testing.assert_allclose(worker["residuals"][number], left.ravel(), rtol=1e-5, atol=1e-6)
+        assert worker["absent"] is None
+        assert worker["unchanged"]
+        assert worker["contiguous"]
+        assert worker["transposed"] is True
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(found):
     for worker in found:
         saved, whole, resumed = worker["resume"]

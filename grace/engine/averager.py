@@ -84,6 +84,18 @@ class Averager:
         self._setup.defer_commit = value
 
     @property
+    def transposed(self) -> bool:
+        """Whether Keras's integration exchanges kernels transposed; see `choose_layout`."""
+        return self._setup.transposed
+
+    def choose_layout(self) -> bool:
+        """`transposed`, which the first call before there are tensors decides for the whole run.
+
+        It becomes that of a loaded state with arrays; without one, True if a method that may run is blockwise.
+        """
+        return self._setup.choose_layout()
+
+    @property
     def learning_rate(self) -> Callable[[str], Any] | None:
         """A function from a tensor's name to its learning rate, for memories that need it. The integrations set it."""
         return self._setup.learning_rate

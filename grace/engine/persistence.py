@@ -19,7 +19,7 @@ from grace.engine.reshard import (
     resized,
     stages,
 )
-from grace.engine.setup import Setup
+from grace.engine.setup import LAYOUTS, Setup
 from grace.engine.state_store import Fitted, exported
 
 FORMAT = 2
@@ -55,6 +55,7 @@ def export(setup: Setup) -> dict[str, Any]:
         "tensors": tensors,
         "strategies": setup.store.strategies(levels, units),
         "policy": _export_policy(setup),
+        **({"transposed": True} if setup.transposed else {}),
     }
 
 
@@ -69,6 +70,22 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     return {**state, **arrays}
 
 
+def layout(states: Sequence[State]) -> bool | None:
+    """Whether states hold arrays of transposed kernels; None if they hold no arrays. ValueError if they disagree."""
+    found = {state.get("transposed", False) for state in states if any(_by_position(state))}
+    if len(found) > 1:
+        raise ValueError(
+            f"some of these states hold Keras's kernels as {LAYOUTS[0]}, and others as {LAYOUTS[1]}: load states that "
+            "were saved together"
+        )
+    return next(iter(found), None)
+
+
+def _by_position(state: State) -> list[Any]:
+    # The arrays whose elements have the positions of a gradient's.
+    return [*state["tensors"].values(), (state.get("policy") or {}).get("sums")]
+
+
 def _under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
     levels = setup.schedule.decision.levels if setup.schedule is not None else {}
     units = list(setup.store.held(levels)) if setup.bound else []
@@ -80,6 +97,13 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
     given = states = _under_own_names(setup, states)
     for state in states:
         _check_form(setup, state)
+    saved_layout = layout(states)
+    if setup.bound and saved_layout not in (None, setup.transposed):
+        raise ValueError(
+            f"this state holds Keras's kernels as {LAYOUTS[not setup.transposed]}, but this Grace exchanges them as "
+            f"{LAYOUTS[setup.transposed]}: load the state before the first step (and before grace.keras.build), and "
+            "this Grace takes over its layout"
+        )
     whose = [(state["rank"], state["world_size"]) for state in states]
     moved = lost or whose != [(setup.rank, setup.world_size)]
     if moved:
@@ -176,6 +200,8 @@ def _taken_over(setup: Setup, states: Sequence[State]) -> State:
 def _check_form(setup: Setup, state: State) -> None:
     if state.get("format") != FORMAT:
         raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
+    if not isinstance(state.get("transposed", False), bool):
+        raise ValueError(f"this is no state of grace: its 'transposed' is {state['transposed']!r}")
     check_form(state, {unit.name: math.prod(unit.shape) for unit in setup.table.units})
     if state["method"] != repr(setup.method):
         raise ValueError(

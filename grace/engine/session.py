@@ -177,7 +177,7 @@ class Grace(Averager):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # already issued when this object was made
             new = Grace(setup.method, setup.unresolved, get_transport(transport), setup.options, setup.policy)
-        for key in ("learning_rate", "track_missing", "defer_commit", "trace"):
+        for key in ("learning_rate", "track_missing", "defer_commit", "transposed", "trace"):
             setattr(new._setup, key, getattr(setup, key))
         new._reporter.notes, new._reporter.parameters = self._reporter.notes, self._reporter.parameters
         if setup.bound:
@@ -291,7 +291,7 @@ class Grace(Averager):
         self.claimed.clear()
         if not setup.bound:
             self.awaited = sizes_of(found.states[0])
-            self._waiting, self._lost = found.states, lost
+            self._waiting, self._lost, setup.saved_layout = found.states, lost, persistence.layout(found.states)
             return
         self._restore()
         setup.attempt = 0

@@ -35,6 +35,8 @@ PRESENT = "(present)"
 """The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
 SAMPLE = "(sample)"
 """The name of the program that averages a sample of each tensor exactly, for a policy that measures noise."""
+LAYOUTS = ("[in, out]", "[out, in]")
+"""The layouts in which kernels of Keras are exchanged: as they are, and transposed."""
 _built = 0  # number of Graces in this process that have compared their tensors with other workers
 
 
@@ -64,6 +66,10 @@ class Setup:
         self.offload: WorkerPool | None = None
         self.track_missing = False
         self.defer_commit = False
+        self.transposed = False
+        """Whether Keras's kernels, [in, out], are exchanged as [out, in]; see `choose_layout`."""
+        self.saved_layout: bool | None = None
+        """`transposed` of a state loaded before there were tensors; None if it holds no arrays."""
         self.learning_rate: Callable[[str], Any] | None = None
         self.number: int | None = None
         """A number in the names of messages, to distinguish several Graces; all workers agree on it."""
@@ -163,6 +169,13 @@ class Setup:
             self._agree(self._unsettled.values())
             self._unsettled = {}
 
+    def choose_layout(self) -> bool:
+        """Set `transposed` unless there are tensors, and return it; see `Averager.choose_layout`."""
+        if not self.bound:
+            blockwise = any((method.compressor.traits.block_size or 0) > 1 for method, _ in self._methods)
+            self.transposed = blockwise if self.saved_layout is None else self.saved_layout
+        return self.transposed
+
     def add(self, new: Mapping[str, Tensor]) -> None:
         """Lay out new tensors and create their state."""
         xp = self.xp
@@ -214,6 +227,7 @@ class Setup:
             "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self.ways)),
             "policy": repr(self.policy),
             "the checkpoint that was loaded": "none" if self.loaded_step is None else f"of step {self.loaded_step}",
+            "the layout of Keras's kernels (a loaded checkpoint keeps its own)": LAYOUTS[self.transposed],
             # Kernels and plain functions read the same payloads, but a graph may round a division by a constant
             # differently.
             "the use of native kernels": "on" if self.xp.kernels else "off",

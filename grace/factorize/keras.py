@@ -314,14 +314,13 @@ def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
     """Rebuild the Grace for the model's new variables; if it drove ``old``, let it drive ``new``. Returns ``new``."""
-    from grace.keras.names import names_for
+    from grace.keras.layout import described
     from grace.keras.optimizer import DistributedOptimizer, release
     from grace.tensorflow.variables import TOOLKIT
 
     driven = hasattr(old, "_grace")
     if driven:
         release(old)
-    variables = model.trainable_variables
     grace.claimed.clear()
-    grace.rebuild(zip(names_for(TOOLKIT, grace, variables), variables, strict=True))
+    grace.rebuild(described(TOOLKIT, grace, model.trainable_variables))
     return DistributedOptimizer(new, grace) if driven else new

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from grace.engine.session import Grace
 from grace.keras.checks import check_grace
-from grace.keras.names import names_for
+from grace.keras.layout import described
 from grace.keras.toolkits import toolkit
 
 DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
@@ -23,9 +23,7 @@ def build(grace: Grace, variables: Iterable[Any]) -> None:
     check_grace(grace, "build")
     variables = list(variables)
     kit = toolkit("grace.keras.build", variables)
-    variables = [variable for variable in variables if kit.is_float(variable)]
-    named = zip(names_for(kit, grace, variables), variables, strict=True)
-    grace.build({name: kit.tensor(variable) for name, variable in named})
+    grace.build(described(kit, grace, [variable for variable in variables if kit.is_float(variable)]))
 
 
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from grace.backends import Backend, get_backend
 from grace.core import Array
 from grace.engine.session import SPARSE, Grace
+from grace.keras.layout import transposed
 from grace.keras.names import EXCHANGED, names_for
 from grace.keras.toolkits import Toolkit
 from grace.torch.checks import ordinary
@@ -52,6 +53,9 @@ class TorchToolkit(Toolkit):
     def tensor(self, variable: Any) -> Array:
         return (variable._value if isinstance(variable, keras.Variable) else variable).detach()
 
+    def like(self, variable: Any, transposed: bool) -> Array:
+        return self.tensor(variable).t() if transposed else self.tensor(variable)
+
     def pack(self, variables: Sequence[Any]) -> Array:
         device = keras.ops.convert_to_tensor(0).device
         return torch.cat([self.tensor(v).contiguous().reshape(-1).view(torch.uint8).to(device) for v in variables])
@@ -70,21 +74,27 @@ class TorchToolkit(Toolkit):
         self.check_alone()
         names = names_for(self, grace, variables)
         EXCHANGED.update(map(self.identity, variables))
+        turned = dict(zip(names, transposed(grace, variables), strict=True))
         grace.track_missing = True
         handed: dict[str, Any] = {}
+        built: dict[str, Array] = {}
         for name, variable, gradient in zip(names, variables, gradients, strict=True):
             if gradient is not None:
                 if gradient.is_sparse:
                     grace.note(name, SPARSE)
                     gradient = gradient.to_dense()
-                handed[name] = gradient.detach()
+                handed[name] = gradient.detach().t() if turned[name] else gradient.detach()
             elif self.is_float(variable):
                 handed[name] = None
+            if name in handed:
+                built[name] = self.like(variable, turned[name])
         with ordinary():
-            grace.build({n: self.tensor(v) for n, v in zip(names, variables, strict=True) if n in handed})
+            grace.build(built)
             means = grace.step(handed)
             grace.tune()
-        return [means.get(name) for name in names]
+            found = [(means.get(name), turned[name]) for name in names]
+            # Optimizers are slow with gradients that are not contiguous.
+            return [mean.t().contiguous() if back and mean is not None else mean for mean, back in found]
 
     def check_alone(self, optimizer: Any = None) -> None:
         if (distribution := keras.distribution.distribution()) is not None:

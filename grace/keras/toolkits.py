@@ -55,6 +55,10 @@ class Toolkit(ABC):
         """A variable's value; may share its memory."""
 
     @abstractmethod
+    def like(self, variable: Any, transposed: bool) -> Array:
+        """An array or spec of a variable's dtype and shape. ``transposed``: of the reversed shape."""
+
+    @abstractmethod
     def pack(self, variables: Sequence[Any]) -> Array:
         """The values of variables as one tensor of bytes."""
 

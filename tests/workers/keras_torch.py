@@ -90,6 +90,26 @@ if rank == 0:
 means = grace.keras.average_gradients(grc, [v.value.grad for v in (table, unused, absent)], [table, unused, absent])
 found["loop"] = (means[0].numpy(), means[1].numpy(), means[2], grc.names)
 
+# Integers in blocks, of kernels, an embedding, and a kernel without a gradient.
+INT4 = {"compressor": "blockint", "bits": 4, "block_size": 16, "communicator": "allgather", "min_numel": 0}
+shapes = {"kernel": (12, 20), "lstm_kernel": (8, 30), "embeddings": (12, 20), "absent_kernel": (4, 8)}
+tensors = [keras.Variable(np.zeros(shape, "float32"), name=name) for name, shape in shapes.items()]
+grc = grace.grace_from_params({**INT4, "memory": "residual"})
+grace.keras.build(grc, tensors)
+rng = np.random.default_rng(rank)
+given = [torch.as_tensor(rng.standard_normal(v.shape).astype("float32")) for v in tensors[:3]]
+sent = [each.clone() for each in given]
+means = grace.keras.average_gradients(grc, [*given, None], tensors)
+found["blockwise"] = {
+    "gradients": [each.numpy() for each in sent],
+    "unchanged": all(map(torch.equal, given, sent)),
+    "means": [each.numpy() for each in means[:3]],
+    "absent": means[3],
+    "contiguous": all(each.is_contiguous() for each in means[:3]),
+    "residuals": [next(iter(grc.state_dict()["tensors"][name].values())).numpy() for name in list(shapes)[:3]],
+    "transposed": grc.state_dict().get("transposed"),
+}
+
 # Save after two epochs, and continue with a new model and Grace.
 whole, grc = network(), grace.grace_from_params(TOPK)
 train(whole, keras.optimizers.Adam(0.01), grc, rank, epochs=2)

@@ -1,0 +1,39 @@
+"""The layout in which kernels are exchanged.
+
+Keras stores matrices as [in, out]. A blockwise method cuts the flattened matrix into blocks with a scale each, which
+would then mix outputs, such as frequent and rare words. Such a method sees them as [out, in], PyTorch's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from grace.core import Array
+from grace.engine.session import Grace
+from grace.keras.names import names_for
+from grace.keras.toolkits import Toolkit
+
+
+def transposed(grace: Grace, variables: Sequence[Any]) -> list[bool]:
+    """Which variables this Grace exchanges transposed: of a blockwise Grace, Keras's kernels of two dimensions.
+
+    The first call before there are tensors decides for the whole run; see `Grace.choose_layout`.
+    """
+    blockwise = grace.choose_layout()
+    return [blockwise and _is_kernel(variable) for variable in variables]
+
+
+def described(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> dict[str, Array]:
+    """Variables for `Grace.build`, by name: arrays or specs of the shapes that are exchanged."""
+    named = zip(names_for(kit, grace, variables), variables, transposed(grace, variables), strict=True)
+    return {name: kit.like(variable, turned) for name, variable, turned in named}
+
+
+def _is_kernel(variable: Any) -> bool:
+    if not isinstance(variable, keras.Variable) or len(variable.shape) != 2:
+        return False
+    name = variable.path.rpartition("/")[2]
+    return bool(name == "kernel" or name.endswith("_kernel"))

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -149,6 +150,16 @@ def test_former_names_of_functions(xp):
 def test_every_function_is_tested_here():
     source = Path(__file__).read_text()
     assert [op for op in OPS if not re.search(rf"\bxp\.{re.escape(op)}\(", source)] == []
+
+
+def test_threads_that_ask_at_once_get_one_backend(monkeypatch):
+    from grace.backends.torch import TorchBackend
+
+    create = TorchBackend.__init__
+    monkeypatch.setattr(TorchBackend, "__init__", lambda self, device: sleep(0.05) or create(self, device))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(get_backend, ["torch"] * 4, ["meta"] * 4))
+    assert len(set(map(id, found))) == 1
 
 
 @pytest.mark.parametrize("name", BACKENDS)

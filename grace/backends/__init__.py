@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,13 @@ from grace.backends.base import Backend
 __all__ = ["Backend", "backend_of", "get_backend"]
 
 NAMES = ("numpy", "torch", "tensorflow")
+_LOCK = threading.RLock()
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
     """A backend by name: "numpy", "torch" or "tensorflow". Imports only that toolkit."""
-    return _backend(name, device)  # one object each, however the device is given
+    with _LOCK:  # one object each, however the device is given, and in whatever thread
+        return _backend(name, device)
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 MASK32 = 0xFFFFFFFF
@@ -107,7 +107,7 @@ class Rng:
         self.keys = self._keys(name)
         self.offset = offset
 
-    @property
+    @cached_property
     def table(self) -> tuple[Any, Any]:
         """The keys of the noise table, which all tensors share."""
         return self._keys("")

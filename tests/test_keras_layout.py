@@ -227,6 +227,16 @@ def test_a_matrix_that_is_no_kernel_of_keras_stays_as_it_is(variable):
     close(averaged(grc, [gradient], [variable(np.zeros((10, 28), "float32"))])[0], stored(INT4, [gradient]))
 
 
+@pytest.mark.parametrize("first", ["Keras", "TensorFlow"])
+@pytest.mark.parametrize("shape", [(10, 28), (16, 16)])
+def test_a_variable_keeps_its_layout_in_whichever_form_it_comes(shape, first):
+    gradient, variable, (grc,) = skewed(*shape), kernel(shape=shape), graces(INT4, 1)
+    forms = [variable, variable.value][:: 1 if first == "Keras" else -1]
+    expected = (turned if first == "Keras" else stored)(INT4, [gradient])
+    for form in (*forms, *forms):
+        close(averaged(grc, [gradient], [form])[0], expected)
+
+
 @pytest.mark.parametrize("shape", [(40,), (3, 4, 5), (2, 2, 3, 4)])
 def test_a_kernel_of_other_dimensions_stays_as_it_is(shape):
     gradient = skewed(*shape)

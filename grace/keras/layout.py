@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 
@@ -16,19 +17,23 @@ from grace.engine.session import Grace
 from grace.keras.names import names_for
 from grace.keras.toolkits import Toolkit
 
+_KERNELS: WeakKeyDictionary[Grace, dict[Any, bool]] = WeakKeyDictionary()
+# For each Grace, by variable: whether it is a kernel. The first call decides, since later ones may pass the tf.Variable
+# of the same Keras variable.
 
-def transposed(grace: Grace, variables: Sequence[Any]) -> list[bool]:
+
+def transposed(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> list[bool]:
     """Which variables this Grace exchanges transposed: of a blockwise Grace, Keras's kernels of two dimensions.
 
     The first call before there are tensors decides for the whole run; see `Grace.choose_layout`.
     """
-    blockwise = grace.choose_layout()
-    return [blockwise and _is_kernel(variable) for variable in variables]
+    blockwise, known = grace.choose_layout(), _KERNELS.setdefault(grace, {})
+    return [blockwise and known.setdefault(kit.identity(variable), _is_kernel(variable)) for variable in variables]
 
 
 def described(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> dict[str, Array]:
     """Variables for `Grace.build`, by name: arrays or specs of the shapes that are exchanged."""
-    named = zip(names_for(kit, grace, variables), variables, transposed(grace, variables), strict=True)
+    named = zip(names_for(kit, grace, variables), variables, transposed(kit, grace, variables), strict=True)
     return {name: kit.like(variable, turned) for name, variable, turned in named}
 
 

@@ -74,7 +74,7 @@ class TorchToolkit(Toolkit):
         self.check_alone()
         names = names_for(self, grace, variables)
         EXCHANGED.update(map(self.identity, variables))
-        turned = dict(zip(names, transposed(grace, variables), strict=True))
+        turned = dict(zip(names, transposed(self, grace, variables), strict=True))
         grace.track_missing = True
         handed: dict[str, Any] = {}
         built: dict[str, Array] = {}

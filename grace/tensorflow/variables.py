@@ -89,7 +89,7 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
     names = names_for(TOOLKIT, grace, variables)
     EXCHANGED.update(map(TOOLKIT.identity, variables))
     eager = tf.executing_eagerly()
-    turned = dict(zip(names, transposed(grace, variables), strict=True))
+    turned = dict(zip(names, transposed(TOOLKIT, grace, variables), strict=True))
     handed, built = {}, {}
     for name, variable, gradient in zip(names, variables, gradients, strict=True):
         if gradient is not None and not tf.TensorShape(variable.shape).is_fully_defined():

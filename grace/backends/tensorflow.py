@@ -14,7 +14,7 @@ from grace.backends.linalg import Linalg
 from grace.backends.numpy import NumpyBackend
 from grace.backends.random import Random
 from grace.core.dtypes import ITEMSIZE
-from grace.core.rng import FIRST, MASK32, SECOND, mix
+from grace.core.rng import FIRST, MASK32, SECOND
 
 
 class TensorflowLinalg(Linalg):
@@ -51,7 +51,7 @@ class TensorflowRandom(Random):
         # In uint32, whose products wrap: a fifth of the operations of 64-bit arithmetic.
         h = _word(stem)
         for value in (step, worker):
-            h = _mix(h + (_mix(_word(value)) if tf.is_tensor(value) else _word(mix(value & MASK32))))
+            h = _mix(h + _mix(_word(value)))
         first, second = tf.unstack(tf.cast(_mix(h + tf.constant([FIRST, SECOND], tf.uint32)), tf.int64))
         return first, second
 

@@ -31,7 +31,6 @@ __all__ = [
     "available",
     "ints_encode",
     "ints_mean",
-    "keys",
     "noise_table",
     "normal_encode",
     "normal_mean",
@@ -47,12 +46,6 @@ Tensor = Any
 def available() -> bool:
     """Whether the operations are built, and GRACE_KERNELS is not off."""
     return library() is not None and _operations() is not None
-
-
-def keys(stem: int, step: Any, worker: Any) -> tuple[Tensor, Tensor]:
-    """int64 scalars: `grace.core.rng.keys`."""
-    first, second = _ops().grace_keys(step=tf.cast(step, tf.int64), worker=tf.cast(worker, tf.int64), stem=stem)
-    return first, second
 
 
 def signs_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,8 +306,10 @@ class TensorflowKernels:
         self.isa = found.isa if found else ""
 
     def keys(self, stem: int, step: Any, worker: Any) -> tuple[Tensor, Tensor]:
-        """The keys of a random stream: `grace.core.rng.keys`."""
-        return keys(stem, step, worker)
+        """int64 scalars, the keys of a random stream: `grace.core.rng.keys`."""
+        step, worker = tf.cast(step, tf.int64), tf.cast(worker, tf.int64)
+        first, second = _ops().grace_keys(step=step, worker=worker, stem=stem)
+        return first, second
 
     def whole(self, compressor: Compressor) -> bool:
         """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1312,15 +1313,16 @@ def test_tensorflow_rotated(tensorflow, run_op, n, bits, width, feedback):
     out = np.zeros(n, np.float32)
     arrays = map(pointer, (x, residual, out if feedback else None, codes, scales, streams))
     lib.normal_encode(*arrays, n, width, bits, levels, middles, divisor, stream, *keys, start)
+    transforms, rng = ops.TensorflowTransforms(backend("tensorflow")), SimpleNamespace(keys=keys, offset=start)
     got = run_op(
-        lambda x, residual=None: ops.normal_encode(x, residual, width, levels, middles, divisor, stream, keys, start),
+        lambda x, residual=None: transforms.normal_encode(x, residual, width, levels, middles, divisor, stream, rng),
         x, *([residual] if feedback else []),
     )  # fmt: skip
     for each, expected in zip(got, (codes, scales, streams, *([out] if feedback else [])), strict=feedback):
         equal(each, expected)
     mean, payload = np.zeros(n, np.float32), (codes, scales, streams)
     lib.normal_mean(*([pointer(a)] * 2 for a in payload), 2, pointer(mean), n, width, bits, levels, *keys, start)
-    received = run_op(lambda *each: ops.normal_mean(*([a] * 2 for a in each), n, width, levels, keys, start), *payload)
+    received = run_op(lambda *each: transforms.normal_mean([each] * 2, None, n, width, levels, rng), *payload)
     equal(received[0], mean)
 
 
@@ -1361,15 +1363,17 @@ def test_tensorflow_refuses_what_does_not_fit(tensorflow):
         ops.signs_encode(tf.ones((10, 10)), None, 0)
     with pytest.raises(wrong, match="table of 65536"):
         ops.ints_encode(x, None, 512, 8, tf.zeros(10, tf.uint16), tf.zeros(1, tf.uint16))
-    payload, levels = ([byte], [one], [byte]), [-1.0, 1.0]
+    payload, levels, rng = (byte, one, byte), [-1.0, 1.0], SimpleNamespace(keys=(0, 0), offset=0)
+    transforms = ops.TensorflowTransforms(backend("tensorflow"))
+    mean = tf.function(lambda *how: transforms.normal_mean([payload], None, 1000, *how, rng))
     with pytest.raises(wrong, match="worker 0 sent a payload"):
-        ops.normal_mean(*payload, 1000, 64, levels, (0, 0))
+        mean(64, levels)
     with pytest.raises(wrong, match="no power of two"):
-        ops.normal_mean(*payload, 1000, 72, levels, (0, 0))
+        mean(72, levels)
     with pytest.raises(wrong, match="3 levels"):
-        ops.normal_mean(*payload, 1000, 64, [*levels, 2.0], (0, 0))
+        mean(64, [*levels, 2.0])
     with pytest.raises(wrong, match="do not match"):
-        ops.normal_encode(x, None, 64, levels, levels, 0.0, 0, (0, 0))
+        transforms.normal_encode(x, None, 64, levels, levels, 0.0, 0, rng)
     with pytest.raises(wrong, match="k=1001"):
         ops.topk_encode(x, None, 1001)
     with pytest.raises(wrong, match="multiple of 8"):

@@ -32,8 +32,6 @@ __all__ = [
     "ints_encode",
     "ints_mean",
     "noise_table",
-    "normal_encode",
-    "normal_mean",
     "signs_encode",
     "signs_mean",
     "sparse_mean",
@@ -104,65 +102,6 @@ def noise_table(keys: tuple[Any, Any], n: int) -> Tensor:
     """uint16[n]: the upper halves of a stream's first words."""
     key0, key1 = (tf.cast(key, tf.int64) for key in keys)
     return _ops().grace_noise_table(key0=key0, key1=key1, n=n)
-
-
-def normal_encode(
-    x: Tensor,
-    residual: Tensor | None,
-    width: int,
-    levels: Sequence[float],
-    middles: Sequence[float],
-    divisor: float,
-    stream: Any,
-    keys: tuple[Any, Any],
-    start: int = 0,
-    threads: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes uint8[ceil(width * m * bits / 8)], scales float32[m], streams uint8[m], out).
-
-    ``out`` is the new residual, and undefined without a residual. stream and keys: numbers, or int64 scalars.
-    """
-    key0, key1 = (tf.cast(key, tf.int64) for key in keys)
-    return _ops().grace_normal_encode(
-        x=x,
-        residual=_or_empty(residual),
-        stream=tf.cast(stream, tf.int64),
-        key0=key0,
-        key1=key1,
-        width=width,
-        levels=levels,
-        middles=middles,
-        divisor=divisor,
-        start=start,
-        threads=threads,
-    )
-
-
-def normal_mean(
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    streams: Sequence[Tensor],
-    n: int,
-    width: int,
-    levels: Sequence[float],
-    keys: tuple[Any, Any],
-    start: int = 0,
-    threads: int = 1,
-) -> Tensor:
-    """float32[n], the mean of the workers' payloads."""
-    key0, key1 = (tf.cast(key, tf.int64) for key in keys)
-    return _ops().grace_normal_mean(
-        codes=codes,
-        scales=scales,
-        streams=streams,
-        key0=key0,
-        key1=key1,
-        n=n,
-        width=width,
-        levels=levels,
-        start=start,
-        threads=threads,
-    )
 
 
 def _or_empty(residual: Tensor | None) -> Tensor:
@@ -256,6 +195,12 @@ class TensorflowSparsifiers:
             return sparse_mean(values, positions, n, self._xp.threads)
 
 
+def _stream(rng: Rng) -> dict[str, Any]:
+    # The arguments of operations that draw random words.
+    key0, key1 = (tf.cast(key, tf.int64) for key in rng.keys)
+    return {"key0": key0, "key1": key1, "start": rng.offset}
+
+
 @partly(Transforms)
 class TensorflowTransforms:
     """Kernels of `Transforms` for TensorFlow's CPU tensors."""
@@ -274,9 +219,18 @@ class TensorflowTransforms:
         stream: Any,
         rng: Rng,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; new residual."""
-        how = width, levels, middles, divisor, stream, rng.keys, rng.offset
-        *payload, left = normal_encode(x, residual, *how, self._xp.threads)
+        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; and, if ``residual`` is given, the new one."""
+        *payload, left = _ops().grace_normal_encode(
+            x=x,
+            residual=_or_empty(residual),
+            stream=tf.cast(stream, tf.int64),
+            **_stream(rng),
+            width=width,
+            levels=levels,
+            middles=middles,
+            divisor=divisor,
+            threads=self._xp.threads,
+        )
         return tuple(payload), left
 
     def normal_mean(
@@ -291,7 +245,16 @@ class TensorflowTransforms:
         """Each worker's codes, scales and streams -> float32[n]."""
         codes, scales, streams = zip(*payloads, strict=True)
         with _refusals():
-            return normal_mean(codes, scales, streams, n, width, levels, rng.keys, rng.offset, self._xp.threads)
+            return _ops().grace_normal_mean(
+                codes=codes,
+                scales=scales,
+                streams=streams,
+                **_stream(rng),
+                n=n,
+                width=width,
+                levels=levels,
+                threads=self._xp.threads,
+            )
 
 
 class TensorflowKernels:

@@ -219,7 +219,7 @@ class TensorflowTransforms:
         stream: Any,
         rng: Rng,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; and, if ``residual`` is given, the new one."""
+        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; with ``residual`` the new one."""
         *payload, left = _ops().grace_normal_encode(
             x=x,
             residual=_or_empty(residual),

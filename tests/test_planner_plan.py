@@ -77,6 +77,37 @@ def test_many_small_messages_are_no_plan():
     assert found.predicted.step == found.predicted.dense
 
 
+@pytest.mark.parametrize("latency", [5e-5, 5e-3])
+@pytest.mark.parametrize(
+    "shapes, min_numel",
+    [
+        ([()], 1024),  # a scalar
+        ([(100,), (7,)] * 30, 1024),
+        ([(3000,)] * 4, 4096),
+        ([(1000, 1000), (1000,), (10,)], 1024),  # a small tensor after a large one
+        ([(1000,), (1000, 1000)], 1024),
+    ],
+)
+def test_the_last_gradient_needs_a_message_of_at_least_one_latency(shapes, min_numel, latency):
+    tensors = tuple(TensorProfile(f"t{i}", shape, 1e-3) for i, shape in enumerate(shapes))
+    profile = Profile(tensors, "given")
+    least = profile.backward + latency
+    costs = Costs(eight(10, latency), codec(), min_numel=min_numel)
+    found = plan.make(profile, costs)
+    for seconds in (found.plan.predicted.step, *found.seconds.values()):
+        assert seconds >= least
+    assert plan.predict(profile, costs, found.plan.tensors) >= least
+    if max(tensor.size for tensor in tensors) < min_numel:  # all travel in one dense message
+        assert found.plan.predicted.step == found.plan.predicted.dense
+        assert found.plan.compressed == []
+    if min_numel == 1024:
+        advice = advise.advise(profile, eight(10, latency), methods())
+        for verdict in advice.verdicts:
+            assert min(verdict.ways.values()) >= least
+        if max(tensor.size for tensor in tensors) < min_numel:
+            assert advice.best == "dense"
+
+
 def wrong(change):
     data = copy.deepcopy(made().plan.to_dict())
     change(data)

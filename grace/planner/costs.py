@@ -167,6 +167,15 @@ class Costs:
         """The operations of a strategy for a tensor of this size; `labels` returns their names."""
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
+    def last(self, sizes: Sequence[int]) -> dict[int, Chain]:
+        """The chains of small tensors, by number, if the last gradient is one of them: its message takes all along."""
+        small = [number for number, size in enumerate(sizes) if size < self.min_numel]
+        if not small or small[-1] < len(sizes) - 1:
+            return {}
+        total = sum(sizes[number] for number in small)
+        message = ((t.resource, t.seconds(self.cluster, None, (total,))) for t in terms(self.cluster, self.dense[0]))
+        return {**dict.fromkeys(small, ()), small[-1]: tuple(message)}
+
     def labels(self, option: Option) -> list[str]:
         """The label of each operation in a strategy's chain."""
         return [term.label for term in terms(self.cluster, option)]

@@ -309,7 +309,8 @@ def make(
     uniform = _uniform(profile, costs, bucket_mb, deferred)
     names = tuple(tensor.name for tensor in profile.tensors)
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
-    own = Play(problem.timeline(selection.choices), names, tuple(map(costs.labels, tensors.values())))
+    labels = tuple(costs.labels(choice.option)[: len(choice.chain)] for choice in selection.choices)
+    own = Play(problem.timeline(selection.choices), names, labels)
     # Dense ways come first: another way must be faster by more than rounding.
     way: Way | None
     way, play = uniform[0]
@@ -378,10 +379,12 @@ def predict(
 ) -> float:
     """Seconds of a step under given strategies, including the forward pass, for comparison with measurements.
 
-    Each tensor is assumed to have its own message.
+    Each tensor is assumed to have its own message; small ones (of fewer than ``costs.min_numel`` elements) share one.
     """
     backward = [tensor.backward for tensor in profile.tensors]
     chains = [costs.chain(tensors[tensor.name], tensor.size) for tensor in profile.tensors]
+    for number, chain in costs.last([tensor.size for tensor in profile.tensors]).items():
+        chains[number] = chain
     return profile.forward + Timeline(backward, chains, servers, deferred).seconds
 
 

@@ -73,7 +73,10 @@ class Problem:
                 size: [Choice(o, chain, o.compressions > 0) for o, chain in costs.candidates(size, offload)]
                 for size in set(sizes)
             }
-            return [known[size] for size in sizes]
+            candidates = [known[size] for size in sizes]
+            for number, chain in costs.last(sizes).items():
+                candidates[number] = [Choice(costs.dense[0], chain, False)]
+            return candidates
 
         def offloaded(tensor: int, choice: Choice) -> Choice:
             option = choice.option.on(["cpu"] * len(choice.option.devices))
@@ -271,7 +274,8 @@ def _exchanges(state: _State) -> Iterator[dict[int, Choice]]:
     sizes, choices = state.problem.sizes, state.choices
     groups: dict[int, list[int]] = {}
     for tensor, size in enumerate(sizes):
-        groups.setdefault(size, []).append(tensor)
+        if len(state.problem.candidates[tensor]) > 1:  # small tensors have no choice
+            groups.setdefault(size, []).append(tensor)
     for group in groups.values():
         for one, two in itertools.combinations(group, 2):
             if choices[one] is not choices[two]:

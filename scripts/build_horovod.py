@@ -111,8 +111,11 @@ def cache_key(found: Mapping[str, str], settings: Mapping[str, str], cxx: str) -
 
 
 def cache_folder() -> Path:
-    """The cache of sources and finished wheels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "horovod"
+    """The cache of sources and finished wheels. BuildError if there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "horovod"
+    except RuntimeError as error:  # HOME is not set, and the system does not know the user
+        raise BuildError("there is no home folder: name a place that lasts in XDG_CACHE_HOME") from error
 
 
 def cmake_3() -> str:

@@ -160,7 +160,8 @@ def _pictures(run: Run) -> list[str]:
         found.append(_figure("Norms of residuals", _residuals(run, lines), _number))
     for metric in metrics_of({"": run}):
         points = [(each["step"], each[metric]) for each in measured(run, metric) if each[metric] is not None]
-        found.append(_figure(metric, [(metric, points)] if points else [], _number))
+        none = f'<p class="soft">{escape(metric)}: not finite</p>'
+        found.append(_figure(metric, [(metric, points)], _number) if points else none)
     if run.times:
         kinds: list[Series] = []
         for name in run.times:

@@ -141,13 +141,16 @@ def _curves(run: Run) -> Table:
         ("ms a step", [line.seconds / line.steps * 1e3 for line in lines], "{:.3g}"),
         ("residual", [line.norm for line in lines if line.norm is not None], "{:.3g}"),
     ]
-    for metric in compare.metrics_of({"": run}):
+    metrics = compare.metrics_of({"": run})
+    for metric in metrics:
         values = [value for each in run.metrics if (value := each.values.get(metric)) is not None]
         curves.append((escape(metric), values[:: max(-(-len(values) // WIDTH), 1)], "{:.4g}"))
     for name, values, form in curves:
         if values:
             ends = f"{form.format(values[0])} → {form.format(values[-1])}"
             table.add_row(name, Text(spark(values), style="cyan"), ends)
+        elif name in map(escape, metrics):
+            table.add_row(name, "", "not finite")
     return table
 
 

@@ -5,7 +5,7 @@ import pytest
 from launch import launch
 
 pytest.importorskip("torch")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

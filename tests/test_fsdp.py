@@ -293,6 +293,7 @@ def test_what_does_not_fit_says_what_does(found):
     assert "use communicator 'reducescatter'" in refused["allgather"]
     assert "leave its communicator out" in refused["scattered copies"]
     assert "leave set_gradient_divide_factor alone" in refused["divide factor"]
+    assert "set_requires_gradient_sync(False)" in refused["no_sync"]
     assert "give a Grace" in refused["no Grace"]
     assert "worker 1 has BlockInt" in refused["by worker"]
     assert "shard over a mesh of one dimension" in refused["two dimensions"]

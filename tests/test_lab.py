@@ -414,7 +414,6 @@ def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 def test_the_benchmark_runs(tmp_path):
     needed(ssh=True)
     out, drawn = tmp_path / "rows.jsonl", tmp_path / "plot.png"

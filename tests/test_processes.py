@@ -23,7 +23,7 @@ LAUNCHES = [
 ]
 
 # A launch exchanges by every method of the table, and the first test of a case waits for it.
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.processes
 
 
 def test_every_part_is_exchanged_by_real_workers():
@@ -48,7 +48,7 @@ def launched(tmp_path_factory):
     @cache
     def of(case):
         name, size, toolkit, transport = case
-        return launch(name, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport, timeout=800)
+        return launch(name, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport, timeout=880)
 
     return of
 

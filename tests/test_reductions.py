@@ -15,7 +15,7 @@ COMBINE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def found(request, tmp_path_factory):
-    return launch("torchrun", request.param, "reductions.py", tmp_path_factory.mktemp("out"), timeout=120)
+    return launch("torchrun", request.param, "reductions.py", tmp_path_factory.mktemp("out"))
 
 
 @pytest.mark.parametrize("op", COMBINE)
@@ -72,7 +72,7 @@ def test_what_each_worker_is_sent_arrives_with_others_under_way(found):
 
 @pytest.mark.parametrize("count, toolkit", [(2, "torch"), (3, "torch"), (2, "tensorflow"), (2, "graph")])
 def test_two_workers_of_horovod_swap_what_they_gather(count, toolkit, tmp_path):
-    for worker in launch("horovodrun", count, "swaps.py", tmp_path, toolkit, timeout=120):
+    for worker in launch("horovodrun", count, "swaps.py", tmp_path, toolkit):
         for size, buffers in zip(swaps.SIZES, worker["gathered"], strict=True):
             assert len(buffers) == count
             for rank, buffer in enumerate(buffers):

@@ -89,11 +89,12 @@ $(VENV)/.release: $(VENV)/.kernels
 lab: install ## train across an emulated network and compare with others (about 10 minutes; needs root)
 	$(BIN)/python -m benchmarks.lab run $(ARGS)
 
-soak: install ## feed bad input, kill workers in the middle of steps, train in irregular loops (19 minutes)
+soak: install ## feed bad input, kill workers in the middle of steps, train in irregular loops (22 minutes)
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
 	$(BIN)/python -m benchmarks.fuzz --seconds 240 --json out/fuzz.json || status=$$?; \
 	$(BIN)/python -m benchmarks.soak --minutes 12 --json out/soak.json $(ARGS) || status=$$?; \
 	$(BIN)/python -m benchmarks.loops --steps 5000 --json out/loops.json || status=$$?; \
+	$(BIN)/python -m benchmarks.loops_local --steps 5000 --json out/loops_local.json || status=$$?; \
 	exit $$status
 
 gpu: install ## check and time everything on a CUDA device (under 10 minutes)

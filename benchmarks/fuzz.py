@@ -126,7 +126,7 @@ class Payloads:
         from grace.backends import get_backend
         from grace.compressors.sparse import Scattered
         from grace.core import Combine
-        from grace.engine.encoders import FastMethod
+        from grace.engine.codecs import TensorCodec
         from grace.testing import cases
         from grace.transports.local import LocalTransport
 
@@ -136,7 +136,7 @@ class Payloads:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = grace_from_params(params, LocalTransport()).method
-            self.method = FastMethod(made.compressor, made.memory)
+            self.method = TensorCodec(made.compressor, made.memory)
         compressor = self.compressor = self.method.compressor
         shape = cases.shape_of(compressor, n)
         self.ctx = cases.context(self.xp, shape, world_size=3)
@@ -260,7 +260,7 @@ class Payloads:
         with xp.quiet():
             if xp.mutable:
                 whole = xp.full(n + 2 * MARGIN, CANARY)
-                out = mean.into(whole[MARGIN : MARGIN + n])
+                out = mean.array(whole[MARGIN : MARGIN + n])
                 edges = np.concatenate([xp.to_numpy(whole)[:MARGIN], xp.to_numpy(whole)[MARGIN + n :]])
                 if not (edges == CANARY).all():
                     raise Silent("something was written outside the result")

@@ -3,9 +3,12 @@
     python -m benchmarks.loops [--steps 5000] [--json FILE] [--seed N]
 
 Each step is of a random kind, the same on all workers: a plain step; a step after a pass whose gradients are discarded,
-as a GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an accumulation that ends
-early; passes inside no_sync; a skipped step; a backward pass that fails on one worker, so that all workers drop the
-batch. The program fails unless:
+as a GAN's generator leaves them in the discriminator, and after which weights may be written by hand; gradients set by
+hand after an attack, or written into kept buffers as those of float32 masters are; an accumulation that ends early;
+passes inside no_sync; a step that the loop skips, or the optimizer inside `step`; means scaled in place; a worker that
+asks for a report alone; a backward pass that fails on one worker, so that all workers drop the batch. Half of the
+models train with DistributedOptimizer, half with the hook of DistributedDataParallel: there, a pass may add to
+undecided means, and two optimizers step a model's parts. The program fails unless:
 
 - Weights are bit-identical on all workers.
 - Nothing is lost: the sum of all gradients that were not discarded, averaged over the workers, equals the weights plus
@@ -27,14 +30,21 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Work = Callable[[Path, int, int, int], None]
+"""What a worker runs: of a folder for its results, its rank, the number of steps, and a seed."""
 SIZE = 4
 TIMEOUT = 20.0
 """Seconds that a worker waits for the others."""
-KINDS = {"plain": 8, "thrown away": 3, "by hand": 2, "ends early": 2, "no_sync": 2, "skipped": 2, "failed": 1}
-"""Relative frequency of each kind of step."""
+COMMON = {"plain": 8, "thrown away": 3, "written": 2, "skipped": 2, "skips inside": 2, "scaled": 1, "asked": 1}
+KINDS = {
+    "optimizer": {**COMMON, "by hand": 2, "masters": 2, "ends early": 2, "no_sync": 2, "failed": 1},
+    "hook": {**COMMON, "joined": 2, "parts": 2},
+}
+"""Relative frequency of each kind of step, by integration."""
 METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05},
     "randomk": {"compressor": "randomk", "compress_ratio": 0.1},
@@ -68,60 +78,110 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
                 raise Failure("out of memory")
             return gradient, None
 
+    class Linear(torch.nn.Module):
+        """Its gradients are the batch. Fails comes first in the forward pass, so its backward runs last."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ParameterList([torch.zeros(48, 64), torch.zeros(700), torch.zeros(20)])
+
+        def forward(self, whole: list[Any], fails: bool) -> Any:
+            leaves = [Fails.apply(self.parts[0], fails), *self.parts[1:]]
+            return sum((p * x).sum() for p, x in zip(leaves, whole, strict=True))
+
+    class Skips(torch.optim.SGD):
+        skips = False
+
+        def step(self, closure: Any = None) -> Any:
+            return None if self.skips else super().step(closure)
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), SIZE), rank=rank, world_size=SIZE)
     found: dict[str, Any] = {"steps": {}, "different": 0, "lost": 0.0, "unexpected": [], "slowest": 0.0}
-    models, optimizers, graces, counted, applied = {}, {}, {}, {}, {}
-    for name, params in METHODS.items():
-        models[name] = torch.nn.ParameterList([torch.zeros(48, 64), torch.zeros(700), torch.zeros(20)])
-        graces[name] = grace.grace_from_params({"min_numel": 0, "bucket_mb": 0.004, "timeout": TIMEOUT, **params})
-        optimizers[name] = grace.torch.DistributedOptimizer(
-            torch.optim.SGD(models[name].parameters(), 1.0),
-            graces[name],
-            models[name].named_parameters(),
-            backward_passes_per_step=2,
+    models, wrapped, optimizers, graces, counted, applied = {}, {}, {}, {}, {}, {}
+    cases = [(integration, name) for integration in KINDS for name in METHODS]
+    for case in cases:
+        integration, name = case
+        models[case] = net = Linear()
+        graces[case] = grc = grace.grace_from_params(
+            {"min_numel": 0, "bucket_mb": 0.004, "timeout": TIMEOUT, **METHODS[name]}
         )
-        counted[name] = [torch.zeros(p.shape, dtype=torch.float64) for p in models[name]]
-        applied[name] = [torch.zeros(p.shape, dtype=torch.float64) for p in models[name]]
+        first, *rest = net.parameters()
+        optimizers[case] = (
+            [Skips([first, *rest], 1.0)] if integration == "optimizer" else [Skips([first], 1.0), Skips(rest, 1.0)]
+        )
+        wrapped[case] = net
+        if integration == "optimizer":
+            grace.torch.DistributedOptimizer(
+                optimizers[case][0], grc, net.named_parameters(), backward_passes_per_step=2
+            )
+        else:
+            wrapped[case] = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+            grace.torch.name_parameters(grc, net)
+            wrapped[case].register_comm_hook(grc, grace.torch.ddp_hook)
+        counted[case] = [torch.zeros(p.shape, dtype=torch.float64) for p in net.parameters()]
+        applied[case] = [torch.zeros(p.shape, dtype=torch.float64) for p in net.parameters()]
     draw = random.Random(seed)
     data = torch.Generator().manual_seed(seed * SIZE + rank)
     kinds: Counter[str] = Counter()
     for step in range(steps):
-        (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
-        victim, name = draw.randrange(SIZE), draw.choice(list(METHODS))
-        net, optimizer = models[name], optimizers[name]
+        case = draw.choice(cases)
+        (kind,) = draw.choices(list(KINDS[case[0]]), list(KINDS[case[0]].values()))
+        victim, net, model = draw.randrange(SIZE), list(models[case].parameters()), wrapped[case]
+        optimizer, several = optimizers[case][0], case[0] == "optimizer"
+        if kind == "skips inside" and case[1] == "threshold":
+            kind = "plain"  # means may be 0: a step that is skipped and one that is made are the same
         kinds[kind] += 1
 
         def batch() -> list[Any]:
             return [torch.randint(-8, 9, p.shape, generator=data).float() for p in net]  # noqa: B023
 
         def backward(whole: list[Any], fails: bool = False) -> None:
-            # The gradient of this loss is the batch. Fails comes first in the forward pass, so its backward runs last.
-            leaves = [Fails.apply(net[0], fails), *net[1:]]  # noqa: B023
-            sum((p * x).sum() for p, x in zip(leaves, whole, strict=True)).backward()
+            model(whole, fails).backward()  # noqa: B023
 
         def counts(*batches: list[Any]) -> None:
             for whole in batches:
-                for total, x in zip(counted[name], whole, strict=True):  # noqa: B023
+                for total, x in zip(counted[case], whole, strict=True):  # noqa: B023
                     total += x
 
-        optimizer.zero_grad()
+        def all_steps() -> None:
+            for each in optimizers[case]:  # noqa: B023
+                each.step()
+
+        for each in optimizers[case]:
+            each.zero_grad()
         first, second = batch(), batch()
         begin = time.monotonic()
         try:
-            if kind == "thrown away":
+            if kind in ("thrown away", "written", "skips inside"):
                 backward(batch())
-                backward(batch())
+                if several:
+                    backward(batch())
+                with torch.no_grad():
+                    for p in net:
+                        if kind == "written":
+                            p.add_(1.0).sub_(1.0).clamp_(-0.5, 0.5)
+                if kind == "skips inside":
+                    for each in optimizers[case]:
+                        each.skips = True
+                    all_steps()
+                    for each in optimizers[case]:
+                        each.skips = False
                 for p in net:
                     p.grad = None
-            if kind in ("by hand", "ends early"):
+            if kind == "masters":
+                for p, x in zip(net, first, strict=True):
+                    p.grad = torch.zeros_like(p)
+                    p.grad.data.copy_(x)
+                counts(first)
+            elif kind in ("by hand", "ends early"):
                 backward(first)
                 if kind == "by hand":
                     optimizer.zero_grad()
                     for p, x in zip(net, first, strict=True):
                         p.grad = x
                 optimizer.synchronize()
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+                torch.nn.utils.clip_grad_norm_(net, 1e9)
                 counts(first)
             elif kind == "no_sync":
                 with optimizer.no_sync():
@@ -129,13 +189,34 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
                 backward(second)
                 backward(third := batch())
                 counts(first, second, third)
+            elif kind == "parts":  # each optimizer applies what it holds, and discards the rest
+                backward(first)
+                optimizers[case][0].step()
+                for each in optimizers[case]:
+                    each.zero_grad()
+                backward(second)
+                optimizers[case][1].step()
+                counts([first[0], *second[1:]])
+                for each in optimizers[case]:
+                    each.zero_grad()
             else:
                 backward(first)
-                backward(second, kind == "failed" and rank == victim)
+                if several or kind == "joined":
+                    backward(second, kind == "failed" and rank == victim)
                 if kind not in ("skipped", "failed"):
-                    counts(first, second)
-            if kind != "skipped":
-                optimizer.step()
+                    counts(first, *[second] * (several or kind == "joined"))
+            if kind == "scaled":  # the weights move by half of the means: the rest is made up for
+                for p in net:
+                    p.grad.mul_(0.5)
+            if kind == "asked" and rank == victim:
+                graces[case].report()
+            if kind == "scaled":
+                all_steps()
+                with torch.no_grad():
+                    for p in net:
+                        p.sub_(p.grad)
+            elif kind not in ("skipped", "parts"):
+                all_steps()
         except Failure:
             try:
                 optimizer.zero_grad()
@@ -150,11 +231,11 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
                 found["unexpected"].append(f"step {step}: worker {victim} failed, and worker {rank} has no error")
         found["slowest"] = max(found["slowest"], time.monotonic() - begin)
         with torch.no_grad():
-            for total, p in zip(applied[name], net, strict=True):
+            for total, p in zip(applied[case], net, strict=True):
                 total -= p  # the learning rate is 1
                 p.zero_()
         if (step + 1) % CHECKED == 0 or step + 1 == steps:
-            for each in METHODS:
+            for each in cases:
                 found["different"] += differ(applied[each])
                 found["lost"] = max(found["lost"], lost(graces[each], counted[each], applied[each]))
     found["steps"] = dict(kinds)
@@ -180,7 +261,7 @@ def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
 
     state, worst = grace.state_dict(), 0.0
     for number, (total, weights) in enumerate(zip(counted, applied, strict=True)):
-        name = str(number)
+        name = f"parts.{number}"
         rest = total.reshape(-1).clone() / SIZE
         for cell, array in state["tensors"].get(name, {}).items():
             point, _, key = parsed(cell)
@@ -192,7 +273,7 @@ def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
     return worst
 
 
-def _child(folder: Path, rank: int, steps: int, seed: int) -> None:
+def _child(work: Work, folder: Path, rank: int, steps: int, seed: int) -> None:
     warnings.simplefilter("ignore")
     try:
         work(folder, rank, steps, seed)
@@ -202,11 +283,11 @@ def _child(folder: Path, rank: int, steps: int, seed: int) -> None:
     os._exit(0)  # gloo's threads may abort a regular shutdown
 
 
-def loops(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
-    """Run a number of steps. Returns the workers' results, with problems under "failures"."""
+def run(work: Work, folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Run ``work`` on all workers. Returns their results, with problems under "failures"."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_child, args=(folder, rank, steps, seed)) for rank in range(SIZE)]
+    workers = [context.Process(target=_child, args=(work, folder, rank, steps, seed)) for rank in range(SIZE)]
     begin = time.monotonic()
     for worker in workers:
         worker.start()
@@ -233,14 +314,15 @@ def loops(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
     return {**total, "failures": failures}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", type=int, default=5000)
+def main(work: Work, title: str, steps: int, arguments: list[str] | None = None) -> int:
+    """Run ``work`` by the command line's arguments, print its results, and return the exit status."""
+    parser = argparse.ArgumentParser(description=title.split("\n", maxsplit=1)[0])
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="grace-loops-") as folder:
-        found = loops(Path(folder), args.steps, args.seed)
+        found = run(work, Path(folder), args.steps, args.seed)
     for name, value in found.items():
         print(f"{name:<10} {value}")
     if args.json:
@@ -250,4 +332,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(work, __doc__ or "", 5000))

@@ -6,6 +6,7 @@ import atexit
 import importlib
 import json
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,10 +24,11 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     """Join the workers that a launcher started; returns the transport for `grace_from_params(params, transport)`.
 
     Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
-    Ray Train; SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker is alone. Without an initialised group
-    it calls ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables;
-    when Python exits, it destroys that group unless the script has. With CUDA it selects the GPU of the local rank
-    first. Worker 0 prints one line to stderr: the launcher found, and why.
+    Ray Train; Open MPI; MVAPICH2; PALS; PMI (MPICH, Intel MPI); SLURM (srun); else this worker is alone. A launcher
+    inside another one thus comes first. Without an initialised group it calls
+    ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables, of which
+    ``LOCAL_RANK`` is this worker's number on its machine; when Python exits, it destroys that group unless the script
+    has. With CUDA it selects the GPU of the local rank. Worker 0 prints one line to stderr: the launcher, and why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's
@@ -53,8 +55,10 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
         return _told(get_transport("local"), "no launcher's variables are set")
     if job.launcher == "horovodrun":
         importlib.import_module("horovod.tensorflow" if "tensorflow" in sys.modules else "horovod.torch").init()
+        _set_local_rank(job.local_rank)
         return _told(get_transport("horovod"), f"{job.launcher} ({', '.join(job.variables)})")
     if job.size == 1 and job.launcher != "torchrun":  # scripts for torchrun may need a group, as DDP does
+        _set_local_rank(job.local_rank)
         return _told(get_transport("local"), f"{job.launcher} started one worker ({', '.join(job.variables)})")
     return _join(job, backend, timeout)
 
@@ -63,11 +67,9 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
     import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available() and job.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(job.local_rank)
-    own = {"RANK": job.rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
-    for key, value in {**own, "MASTER_ADDR": job.address, "MASTER_PORT": job.port}.items():
-        os.environ.setdefault(key, str(value))
+    _set_local_rank(job.local_rank)
+    own = {"RANK": job.rank, "WORLD_SIZE": job.size, "MASTER_ADDR": job.address, "MASTER_PORT": job.port}
+    os.environ.update({key: str(value) for key, value in own.items()})
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         dist.init_process_group(
@@ -96,15 +98,30 @@ def _leave(group: Callable[[], Any]) -> None:
         dist.destroy_process_group()
 
 
+def _set_local_rank(rank: int) -> None:
+    # Sets the variable, over one that a batch script exported, and selects the GPU. -1: unknown.
+    if rank < 0:
+        return
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and rank < torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+
+
 def _lay_out(job: Job, transport: Transport) -> None:
     # Set torchrun's variables that tell which workers share a machine. Other launchers may assign ranks to machines in
     # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as if they
-    # were on one machine.
-    if job.launcher == "torchrun":
+    # were on one machine. A launcher that tells no local ranks: they follow from the hosts.
+    if job.launcher == "torchrun" and job.local_rank >= 0 and job.local_size > 0:
         return
-    told = [json.loads(text) for text in exchange(transport, json.dumps([job.local_rank, job.local_size]))]
+    mine = [job.local_rank, job.local_size, socket.gethostname()]
+    told = [json.loads(text) for text in exchange(transport, json.dumps(mine))]
+    hosts = [host for *_, host in told]
+    if any(rank < 0 or not size for rank, size, _ in told):
+        told = [[hosts[:rank].count(host), hosts.count(host), host] for rank, host in enumerate(hosts)]
+        _set_local_rank(told[job.rank][0])
     size = told[0][1]
-    blocks = size > 0 and job.size % size == 0 and told == [[rank % size, size] for rank in range(job.size)]
+    blocks = job.size % size == 0 and [each[:2] for each in told] == [[rank % size, size] for rank in range(job.size)]
     os.environ["LOCAL_WORLD_SIZE"] = str(size if blocks else job.size)
     os.environ["GROUP_WORLD_SIZE"] = str(job.size // size if blocks else 1)
 

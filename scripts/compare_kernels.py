@@ -3,9 +3,9 @@
     pip install ziglang
     python scripts/compare_kernels.py dist/*.whl
 
-Wheels for AArch64 run in an emulator: apt-get install qemu-user libc6-arm64-cross. Of the kernels left, right and
-cosines, sums are compared to five digits. Ends with 1 if results differ or a wheel has no kernels; names what cannot
-run here.
+Wheels for AArch64 run in an emulator: apt-get install qemu-user libc6-arm64-cross. Of the kernels lowrank_left,
+lowrank_right and demo, sums are compared to five digits. Ends with 1 if results differ or a wheel has no kernels; names
+what cannot run here.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 std::vector<uint16_t> noise(int64_t key, int64_t n) {
   std::vector<uint16_t> table(static_cast<size_t>(n));
-  grace_noise_table(loops, key, 6, n, table.data(), threads);
+  grace_noise_table(loops, key, 6, n, table.data());
   return table;
 }
 
@@ -78,25 +78,26 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
   const uint8_t* sent[] = {bits.data(), bits.data()};
   const float *scaled[] = {scales.data(), scales.data()}, *halves[] = {means.data(), means.data()};
   fresh();
-  grace_signs_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), scales.data(), n, block, threads, swap);
-  grace_signs_mean(loops, sent, scaled, 2, mean.data(), n, block, threads);
-  tell("signs", n, b, x, residual, bits, scales, mean);
-  grace_signs_encode(loops, x.data(), nullptr, nullptr, bits.data(), scales.data(), n, block, threads, 0);
-  tell("signs alone", n, b, bits, scales);
+  grace_efsignsgd_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), scales.data(), n, block,
+                         threads, swap);
+  grace_efsignsgd_mean(loops, sent, scaled, 2, mean.data(), n, block, threads);
+  tell("efsignsgd", n, b, x, residual, bits, scales, mean);
+  grace_efsignsgd_encode(loops, x.data(), nullptr, nullptr, bits.data(), scales.data(), n, block, threads, 0);
+  tell("efsignsgd alone", n, b, bits, scales);
   fresh();
-  grace_halves_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), means.data(), n, block, threads, swap);
-  grace_halves_mean(loops, sent, halves, 2, mean.data(), n, block, threads);
-  tell("halves", n, b, x, residual, bits, means, mean);
+  grace_onebit_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), means.data(), n, block, threads, swap);
+  grace_onebit_mean(loops, sent, halves, 2, mean.data(), n, block, threads);
+  tell("onebit", n, b, x, residual, bits, means, mean);
 
   for (int64_t width : {8, 4, 2}) {
     for (bool random : {false, true}) {
       Bytes codes(size(packed(width, n)));
       const uint8_t* all[] = {codes.data(), codes.data()};
       fresh();
-      grace_ints_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
-                        random ? table.data() : nullptr, random ? offsets.data() : nullptr, 0, threads, swap);
-      grace_ints_mean(loops, all, scaled, 2, mean.data(), n, block, width, threads);
-      tell("ints", n, b * 100 + width * 10 + random, x, residual, codes, scales, mean);
+      grace_blockint_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
+                            random ? table.data() : nullptr, random ? offsets.data() : nullptr, 0, threads, swap);
+      grace_blockint_mean(loops, all, scaled, 2, mean.data(), n, block, width, threads);
+      tell("blockint", n, b * 100 + width * 10 + random, x, residual, codes, scales, mean);
     }
   }
   for (int64_t width : {2, 3, 5, 8}) {
@@ -104,25 +105,25 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
     Bytes codes(size(packed(width, n)));
     const uint8_t* all[] = {codes.data(), codes.data()};
     fresh();
-    grace_levels_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
-                        levels, levels ? table.data() : nullptr, levels ? offsets.data() : nullptr, 0, 11, 12, threads,
-                        swap);
-    grace_levels_mean(loops, all, scaled, 2, mean.data(), n, block, width, levels, threads);
-    tell("levels", n, b * 10 + width, x, residual, codes, scales, mean);
+    grace_qsgd_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
+                      levels, levels ? table.data() : nullptr, levels ? offsets.data() : nullptr, 0, 11, 12, threads,
+                      swap);
+    grace_qsgd_mean(loops, all, scaled, 2, mean.data(), n, block, width, levels, threads);
+    tell("qsgd", n, b * 10 + width, x, residual, codes, scales, mean);
   }
   const int64_t forty = block ? parts(block, 40) * 40 : 0;
   for (int64_t runs : {0, 1}) {
     Bytes bytes(size(parts(n, 5)));
     Floats few(size(forty ? parts(n, forty) : 1));
     fresh();
-    const int64_t count = grace_trits_encode(loops, x.data(), residual.data(), residual.data(), bytes.data(), few.data(), n,
-                                             forty, 1.5f, runs, threads, swap);
+    const int64_t count = grace_threelc_encode(loops, x.data(), residual.data(), residual.data(), bytes.data(),
+                                               few.data(), n, forty, 1.5f, runs, threads);
     bytes.resize(size(count)), bytes.shrink_to_fit();
     const uint8_t* all[] = {bytes.data(), bytes.data()};
     const float* those[] = {few.data(), few.data()};
     const int64_t counts[] = {count, count};
-    const int64_t wrong = grace_trits_mean(loops, all, those, counts, 2, mean.data(), n, forty, runs, threads);
-    tell("trits", n, b * 10 + runs, x, residual, bytes, few, mean, Longs{wrong});
+    const int64_t wrong = grace_threelc_mean(loops, all, those, counts, 2, mean.data(), n, forty, runs, threads);
+    tell("threelc", n, b * 10 + runs, x, residual, bytes, few, mean, Longs{wrong});
   }
   Floats table16(16);
   for (int i = 0; i < 16; i++) table16[size_t(i)] = float(i - 8) / 8;
@@ -147,8 +148,7 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
       const int32_t* scale[] = {those.data(), those.data()};
       int32_t* const to = kind == grace::BF16 ? nullptr : those.data();
       fresh();
-      grace_codes_encode(loops, &codec, x.data(), residual.data(), residual.data(), codes.data(), to, n, block, 0, threads,
-                         swap);
+      grace_codes_encode(loops, &codec, x.data(), residual.data(), residual.data(), codes.data(), to, n, block, 0, threads);
       grace_codes_mean(loops, &codec, all, to ? scale : nullptr, 2, mean.data(), n, block, threads);
       tell("codes", n, b * 100 + kind * 10 + random, x, residual, codes, those, mean);
     }
@@ -170,21 +170,21 @@ void rotated(int64_t n, int64_t width, int64_t swap) {
     Floats scales(size(m));
     const uint8_t *all[] = {codes.data(), codes.data()}, *signs[] = {streams.data(), streams.data()};
     const float* scaled[] = {scales.data(), scales.data()};
-    grace_normal_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), streams.data(), n,
-                        width, bits, levels.data(), middles.data(), bits == 3 ? 0.0f : float(width), 3, 31, 32, 0, threads,
-                        swap);
-    grace_normal_mean(loops, all, scaled, signs, 2, mean.data(), n, width, bits, levels.data(), 31, 32, 0, threads);
-    tell("normal", n, width * 100 + bits * 10 + swap, x, residual, codes, scales, streams, mean);
+    grace_eden_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), streams.data(), n,
+                      width, bits, levels.data(), middles.data(), bits == 3 ? 0.0f : float(width), 3, 31, 32, 0, threads,
+                      swap);
+    grace_eden_mean(loops, all, scaled, signs, 2, mean.data(), n, width, bits, levels.data(), 31, 32, 0, threads);
+    tell("eden", n, width * 100 + bits * 10 + swap, x, residual, codes, scales, streams, mean);
   }
   Floats norms(size(m));
-  grace_norms(loops, x.data(), norms.data(), n, width, threads);
+  grace_thc_norms(loops, x.data(), norms.data(), n, width, threads);
   for (int64_t wide : {0, 1}) {
     Bytes codes(size(m * width * (wide ? 4 : 1)));
-    grace_steps_encode(loops, x.data(), norms.data(), codes.data(), n, width, 15, wide, 3.0f, 2.5f, table.data(),
-                       offsets.data(), 41, 42, 0, threads);
-    grace_steps_values(loops, codes.data(), codes.data(), norms.data(), x.data(), mean.data(), rest.data(), n, width, wide,
-                       3.0f, 0.4f, 0.4f, 41, 42, 0, threads);
-    tell("steps", n, width * 10 + wide, norms, codes, mean, rest);
+    grace_thc_encode(loops, x.data(), norms.data(), codes.data(), n, width, 15, wide, 3.0f, 2.5f, table.data(),
+                     offsets.data(), 41, 42, 0, threads);
+    grace_thc_values(loops, nullptr, codes.data(), norms.data(), mean.data(), n, width, wide, 3.0f, 0.4f, 41, 42, 0, threads);
+    grace_thc_values(loops, x.data(), codes.data(), norms.data(), rest.data(), n, width, wide, 3.0f, 0.4f, 41, 42, 0, threads);
+    tell("thc", n, width * 10 + wide, norms, codes, mean, rest);
   }
 }
 
@@ -194,7 +194,7 @@ void sparse(int64_t n, int64_t swap) {
   const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
   auto x = x0, residual = r0;
   const int64_t k = n / 50 + 1;
-  Floats values(size(k)), mean(size(n)), sums(size(k));
+  Floats values(size(k)), mean(size(n));
   Ints positions(size(k)), chosen(size(k));
   const float* sent[] = {values.data(), values.data()};
   const int32_t* places[] = {positions.data(), positions.data()};
@@ -203,16 +203,13 @@ void sparse(int64_t n, int64_t swap) {
   tell("topk", n, k, x, residual, values, positions);
   grace_sparse_mean(loops, sent, places, counts, 2, mean.data(), n, threads);
   tell("sparse mean", n, k, mean);
-  grace_largest_sums(loops, sent, places, 2, k, sums.data(), chosen.data(), n, k);
-  tell("largest sums", n, k, sums, chosen);
   const float two[] = {0.25f, -0.75f};
   Ints marked = positions;
   for (size_t i = 0; i < marked.size(); i += 2) marked[i] = -1 - marked[i];
-  const float* pair[] = {values.data(), two};
+  const float* pair[] = {two, two};
   const int32_t* where[] = {positions.data(), marked.data()};
-  const uint8_t pairs[] = {0, 1};
-  const int64_t wrong = grace_sparse_means(loops, pair, where, counts, pairs, 2, 2, mean.data(), n, threads);
-  tell("sparse means", n, k, mean, Longs{wrong});
+  const int64_t wrong = grace_adaq_mean(loops, pair, where, counts, 2, mean.data(), n, threads);
+  tell("adaq mean", n, k, mean, Longs{wrong});
 
   const int64_t lower = 3, marks = k + (n >> lower) + 1;
   Bytes plane(size(packed(lower, k))), upper(size(packed(1, marks)));
@@ -232,17 +229,9 @@ void sparse(int64_t n, int64_t swap) {
     found.assign(size(room), 0), at.assign(size(room), 0);
     count = grace_beyond(loops, x0.data(), bound, found.data(), at.data(), room, n, threads);
     if (count <= room) found.resize(size(count)), at.resize(size(count)), tell("beyond", n, count, found, at);
-    std::vector<double> excess(3), other(3);
-    x = x0, residual = r0;
-    grace_excess(loops, x.data(), bound, excess.data(), n, threads);
-    grace_accumulate(loops, x.data(), residual.data(), 0.9f, 0.1f, other.data(), n, threads);
-    grace_accumulate(loops, x.data(), residual.data(), 0.5f, 1.0f, nullptr, n, threads);
-    tell("excess", n, count, excess, other, x, residual);
-  }
-  Floats u = x0, v = r0, last(size(n));
-  for (int64_t nesterov : {0, 1}) {
-    grace_correct(loops, x0.data(), u.data(), v.data(), u.data(), v.data(), last.data(), 0.9f, nesterov, n, threads);
-    tell("correct", n, nesterov, u, v, last);
+    std::vector<double> excess(3);
+    grace_excess(loops, x0.data(), bound, excess.data(), n, threads);
+    tell("excess", n, count, excess);
   }
   const Floats factors = {0.5f, 1.0f, 2.0f}, miss = {1.0f, 0.0f, 1.0f};
   Floats found(size(n));
@@ -260,20 +249,12 @@ void sparse(int64_t n, int64_t swap) {
   Longs signs(3);
   Floats left = x0, means(2);
   residual = r0;
-  grace_signs_count(loops, x0.data(), residual.data(), left.data(), signs.data(), n, threads, 0);
+  grace_adaq_count(loops, x0.data(), residual.data(), left.data(), signs.data(), n, threads);
   int64_t room = n / 10 + 2;
   Ints few(size(room));
-  int64_t count = grace_largest_of_signs(loops, left.data(), signs.data(), 0.05, means.data(), few.data(), left.data(), room, n);
+  int64_t count = grace_adaq_encode(loops, left.data(), signs.data(), 0.05, means.data(), few.data(), left.data(), room, n);
   few.resize(size(std::min(count, room)));
-  tell("largest of signs", n, count, signs, means, few, left);
-
-  Ints certain(size(n)), drawn(size(n));
-  Floats certainly(size(n)), magnitude(1);
-  Longs kept(2);
-  grace_chances_encode(loops, x0.data(), 0.05 * double(n), 2, 61, 62, 0, certain.data(), certainly.data(), drawn.data(),
-                       magnitude.data(), n, kept.data(), n, threads);
-  certain.resize(size(kept[0])), certainly.resize(size(kept[0])), drawn.resize(size(kept[1]));
-  tell("chances", n, 0, kept, certain, certainly, drawn, magnitude);
+  tell("adaq", n, count, signs, means, few, left);
 
   for (int64_t chunk : {64, 512}) {
     const int64_t each = 8, full = n / chunk, all = full * each + std::min(n % chunk, each), m = parts(n, chunk);
@@ -282,11 +263,11 @@ void sparse(int64_t n, int64_t swap) {
     Ints sent_places(size(all));
     x = x0, residual = r0;
     uint8_t* const above = chunk > 256 ? high.data() : nullptr;
-    grace_chunks_encode(loops, x.data(), residual.data(), residual.data(), low.data(), above, codes.data(), magnitudes.data(),
-                        n, chunk, each, threads, swap);
-    const int64_t beyond = grace_chunks_values(loops, low.data(), above, codes.data(), magnitudes.data(), n, chunk, each,
-                                               sent_values.data(), sent_places.data());
-    tell("chunks", n, chunk, x, residual, low, high, codes, magnitudes, sent_values, sent_places, Longs{beyond});
+    grace_chunktopk_encode(loops, x.data(), residual.data(), residual.data(), low.data(), above, codes.data(),
+                           magnitudes.data(), n, chunk, each, threads);
+    const int64_t beyond = grace_chunktopk_values(loops, low.data(), above, codes.data(), magnitudes.data(), n, chunk, each,
+                                                  sent_values.data(), sent_places.data());
+    tell("chunktopk", n, chunk, x, residual, low, high, codes, magnitudes, sent_values, sent_places, Longs{beyond});
   }
 }
 
@@ -297,9 +278,9 @@ void methods(int64_t n) {
   Floats mean(size(n)), left(size(n));
   Bytes bits(size(packed(1, n))), flags(size(parts(n, 8192)));
   const uint8_t *sent[] = {bits.data(), bits.data()}, *flagged[] = {flags.data(), flags.data()};
-  grace_votes_encode(loops, x.data(), bits.data(), flags.data(), n, threads);
-  grace_votes_mean(loops, sent, flagged, 2, mean.data(), n, threads);
-  tell("votes", n, 0, bits, flags, mean);
+  grace_signsgd_encode(loops, x.data(), bits.data(), flags.data(), n, threads);
+  grace_signsgd_mean(loops, sent, flagged, 2, mean.data(), n, threads);
+  tell("signsgd", n, 0, bits, flags, mean);
 
   for (int64_t width : {1, 4, 8}) {
     const int64_t q = std::min(n, int64_t(1) << width);
@@ -307,58 +288,35 @@ void methods(int64_t n) {
     Floats means(size(q));
     const uint8_t* all[] = {codes.data(), codes.data()};
     const float* those[] = {means.data(), means.data()};
-    grace_quantiles_encode(loops, x.data(), codes.data(), means.data(), n, q, width, threads);
-    grace_quantiles_mean(loops, all, those, 2, mean.data(), n, q, width, threads);
-    tell("quantiles", n, width, codes, means, mean);
+    grace_sketch_encode(loops, x.data(), codes.data(), means.data(), n, q, width, threads);
+    grace_sketch_mean(loops, all, those, 2, mean.data(), n, q, width, threads);
+    tell("sketch", n, width, codes, means, mean);
   }
-  const int64_t rows = 3, group = 64, width = 256;
-  Ints words(size(rows * (group + parts(n, group))));
-  grace_words(loops, 71, 72, 0, int64_t(words.size()), words.data(), threads);
-  Floats table(size(rows * width));
-  grace_count_sketch(loops, x.data(), words.data(), table.data(), n, rows, group, width, threads);
-  grace_count_sketch_estimate(loops, table.data(), words.data(), mean.data(), n, rows, group, width, threads);
-  tell("count sketch", n, 0, table, mean);
-
   Longs starts(size(3 * (parts(n, 65536) + 1)));
-  grace_tagged_count(loops, x.data(), starts.data(), n, -14, -6, threads);
+  grace_inceptionn_count(loops, x.data(), starts.data(), n, -14, -6, threads);
   const Longs counts(starts.end() - 3, starts.end());
   Bytes tags(size(parts(n, 4))), two(size(2 * counts[1])), one(size(counts[2]));
   Floats three(size(counts[0]));
-  grace_tagged_encode(loops, x.data(), starts.data(), tags.data(), three.data(), two.data(), one.data(), n, -14, -6, threads);
+  grace_inceptionn_encode(loops, x.data(), starts.data(), tags.data(), three.data(), two.data(), one.data(), n, -14,
+                          -6, threads);
   const uint8_t *tags_of[] = {tags.data()}, *two_of[] = {two.data()}, *one_of[] = {one.data()};
   const float* three_of[] = {three.data()};
-  int64_t wrong = grace_tagged_mean(loops, tags_of, three_of, two_of, one_of, counts.data(), 1, mean.data(), n, -14, -6,
-                                    threads);
-  tell("tagged", n, 0, starts, tags, three, two, one, mean, Longs{wrong});
-
-  const int64_t bin = 50;
-  Bytes of_bins(size(parts(n, bin))), places(size(n));
-  Floats scale(1);
-  const int64_t count = grace_bins_encode(loops, x.data(), residual.data(), left.data(), of_bins.data(), places.data(),
-                                          scale.data(), n, bin, threads);
-  places.resize(size(count)), places.shrink_to_fit();
-  const uint8_t *bins_of[] = {of_bins.data()}, *places_of[] = {places.data()};
-  const float* scale_of[] = {scale.data()};
-  wrong = grace_bins_mean(loops, bins_of, places_of, scale_of, &count, 1, mean.data(), n, bin, threads);
-  tell("bins", n, count, of_bins, places, scale, left, mean, Longs{wrong});
+  int64_t wrong = grace_inceptionn_mean(loops, tags_of, three_of, two_of, one_of, counts.data(), 1, mean.data(), n, -14, -6,
+                                        threads);
+  tell("inceptionn", n, 0, starts, tags, three, two, one, mean, Longs{wrong});
 
   const auto random = noise(5, 65536), offsets = noise(7, parts(n, 65536));
   const int64_t block = 512;
   const Floats scales(size(parts(n, block)), 0.5f);
   for (int64_t wide : {0, 1}) {
     Bytes codes(size(n * (wide ? 4 : 1)));
-    grace_shared_encode(loops, x.data(), scales.data(), codes.data(), n, block, 31, wide, random.data(), offsets.data(), 0,
-                        threads);
-    grace_shared_values(loops, nullptr, codes.data(), scales.data(), mean.data(), n, block, 31, wide, threads);
-    grace_shared_values(loops, x.data(), codes.data(), scales.data(), left.data(), n, block, 31, wide, threads);
-    tell("shared", n, wide, codes, mean, left);
+    grace_shared_int_encode(loops, x.data(), scales.data(), codes.data(), n, block, 31, wide, random.data(),
+                            offsets.data(), 0,
+                            threads);
+    grace_shared_int_values(loops, nullptr, codes.data(), scales.data(), mean.data(), n, block, 31, wide, threads);
+    grace_shared_int_values(loops, x.data(), codes.data(), scales.data(), left.data(), n, block, 31, wide, threads);
+    tell("shared_int", n, wide, codes, mean, left);
   }
-  const int64_t many = 5, length = 100;
-  Ints flips(size(many * length));
-  grace_words(loops, 81, 82, 0, many * length, flips.data(), threads);
-  Floats totals(size(parts(n, length) * many));
-  grace_signed_sums(loops, x.data(), flips.data(), totals.data(), n, length, many, threads);
-  tell("signed sums", n, 0, totals);
   const float* vectors[] = {x.data(), residual.data()};
   const int64_t lengths[] = {n, n};
   tell("finite", n, 0, Longs{grace_finite(loops, vectors, lengths, 2)});
@@ -368,15 +326,15 @@ void matrix(int64_t a, int64_t b, int64_t r) {
   auto m = numbers(a * b, 7);
   const auto p = numbers(a * r, 8), q = numbers(r * b, 9), residual = numbers(a * b, 10);
   Floats out(size_t(a * b)), left(size_t(a * r)), right(size_t(r * b));
-  grace_product(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, threads);
-  tell("product", a * 10000 + b, r, out);
-  grace_left(loops, m.data(), residual.data(), q.data(), left.data(), a, b, r, threads);
-  sums("left", a * 10000 + b, r, left);
+  grace_lowrank_product(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, threads);
+  tell("lowrank product", a * 10000 + b, r, out);
+  grace_lowrank_left(loops, m.data(), residual.data(), q.data(), left.data(), a, b, r, threads);
+  sums("lowrank left", a * 10000 + b, r, left);
   tell("compensated", a * 10000 + b, r, m);
-  grace_right(loops, m.data(), nullptr, p.data(), right.data(), a, b, r, threads);
-  sums("right", a * 10000 + b, r, right);
-  grace_part(loops, m.data(), p.data(), q.data(), p.data(), q.data(), out.data(), a, b, r, threads);
-  tell("part", a * 10000 + b, r, m, out);
+  grace_lowrank_right(loops, m.data(), p.data(), right.data(), a, b, r, threads);
+  sums("lowrank right", a * 10000 + b, r, right);
+  grace_lowrank_part(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, threads);
+  tell("lowrank part", a * 10000 + b, r, m, out);
   Ints places(size_t(a) * size_t(std::min<int64_t>(b, 3)));
   grace_topk_rows(loops, m.data(), a, b, std::min<int64_t>(b, 3), places.data(), threads);
   tell("topk rows", a * 10000 + b, r, places);
@@ -393,19 +351,37 @@ void cosines(int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k) {
   Floats values(size_t(m * k)), mean(size_t(a * b));
   Bytes low(size_t(m * k)), high(over ? size_t(packed(bits, m * k)) : 0);
   uint8_t* const above = over ? high.data() : nullptr;
-  grace_cosines_encode(loops, x.data(), residual.data(), residual.data(), values.data(), low.data(), above, a, b, rows,
-                       columns, k, threads, 0);
+  grace_demo_encode(loops, x.data(), residual.data(), residual.data(), values.data(), low.data(), above, a, b, rows,
+                    columns, k, threads);
   const float* sent[] = {values.data(), values.data()};
   const uint8_t *lows[] = {low.data(), low.data()}, *highs[] = {above, above};
-  const int64_t wrong = grace_cosines_mean(loops, sent, lows, over ? highs : nullptr, 2, mean.data(), a, b, rows, columns, k,
-                                           0, 0, threads);
-  const int64_t other = grace_cosines_left(loops, before.data(), values.data(), low.data(), above, x.data(), a, b, rows,
-                                           columns, k, threads);
-  sums("cosines mean", a * 10000 + b, k, mean);
-  tell("cosines", a * 10000 + b, k, Longs{wrong, other});
+  const int64_t wrong = grace_demo_mean(loops, sent, lows, over ? highs : nullptr, 2, mean.data(), a, b, rows, columns, k,
+                                        0, 0, threads);
+  const int64_t other = grace_demo_left(loops, before.data(), values.data(), low.data(), above, x.data(), a, b, rows,
+                                        columns, k, threads);
+  sums("demo mean", a * 10000 + b, k, mean);
+  tell("demo", a * 10000 + b, k, Longs{wrong, other});
 }
 
 }  // namespace
+
+#define NUMBER(name) NUMBER_##name,
+enum { GRACE_KERNELS(NUMBER) };
+#undef NUMBER
+
+void rows(int64_t n) {
+  const Longs stems = {1, 2, 3};
+  const int64_t many = int64_t(stems.size());
+  Longs key0(stems.size()), key1(stems.size()), results(stems.size()), words;
+  grace_stream_keys(loops, stems.data(), many, 5, 1, key0.data(), key1.data());
+  std::vector<Ints> outs(stems.size(), Ints(static_cast<size_t>(n)));
+  for (size_t i = 0; i < stems.size(); i++) {
+    for (int64_t word : {key0[i], key1[i], int64_t(7), n, int64_t(reinterpret_cast<intptr_t>(outs[i].data())), threads})
+      words.push_back(word);
+  }
+  grace_rows(loops, NUMBER_words, words.data(), 6, many, results.data(), threads);
+  tell("rows", n, 0, outs[0], outs[1], outs[2], results);
+}
 
 int main(int count, char** argv) {
   if (!grace_supports(count > 1 ? argv[1] : "scalar")) return 2;
@@ -420,6 +396,7 @@ int main(int count, char** argv) {
     for (int64_t width : {8, 64, 1024}) rotated(n, width, width == 64);
     sparse(n, n % 2);
     methods(n);
+    rows(n);
     grace_gathered(loops, n < 20000 ? 10000000 : 0);
   }
   for (int64_t a : {1, 5, 64, 333})

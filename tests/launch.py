@@ -36,7 +36,7 @@ def free_port() -> int:
 def run(
     *command: Any,
     log: Path,
-    timeout: float = 240,
+    timeout: float = 600,
     meanwhile: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
     fails: bool = False,
     **environment: str,
@@ -87,13 +87,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: float = 240) -> list[Any]:
+def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: float = 600) -> list[Any]:
     """Run tests/workers/<script> on ``size`` workers; returns what each saved, in rank order."""
     run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
+def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
     """Run a command on 4 elastic Horovod workers; one is killed once the log contains ``at``, and another joins later.
 
     The killed worker and its successor are alone on their "host", so that the others stay.
@@ -127,6 +127,15 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
 def save(out: str, rank: int, found: Any) -> None:
     """Called by a worker at its end."""
     Path(out, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def error_of(call, *args, **options):
+    """The kind and text of the error that a call raises; empty if it raises none."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def join_torch(transport: str) -> tuple[int, int]:

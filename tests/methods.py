@@ -12,8 +12,8 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Context
-from grace.engine import accelerators
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
+from grace.engine.codecs import table as kernel_calls
 from grace.kernels import build
 from grace.testing import BACKENDS, cases
 from grace.testing.cases import (  # noqa: F401 - the tests take all helpers from here
@@ -113,25 +113,9 @@ def receive(method: Any, xp: Any, payload: Any, ctx: Context) -> Any:
 def method_of(**params: Any) -> Any:
     """The method of a dictionary of parameters, as the engine carries it out."""
     method = grace_from_params(params, LocalTransport()).method
-    return FastMethod(method.compressor, method.memory)
+    return TensorCodec(method.compressor, method.memory)
 
 
-# -- a compressor as the engine carries it out: by its accelerator -----------------------------------------------------
-def natively(compressor: Any, x: Any, residual: Any, ctx: Context) -> Any:
-    """Payload and residual by kernels."""
-    return accelerators.accelerator_of(compressor).encode(compressor, x, residual, ctx)
-
-
-def native_mean(compressor: Any, payloads: Any, out: Any, ctx: Context) -> Any:
-    """The mean by kernels."""
-    return accelerators.accelerator_of(compressor).mean(compressor, payloads, out, ctx)
-
-
-def compressed(compressor: Any, x: Any, state: Any, ctx: Context) -> Any:
-    """`Compressor.compress`, by kernels where there are some."""
-    return accelerators.accelerator_of(compressor).compress(compressor, x, state, ctx)
-
-
-def left_of(compressor: Any, x: Any, payload: Any, ctx: Context) -> Any:
-    """`Compressor.residual`, by kernels where there are some."""
-    return accelerators.accelerator_of(compressor).residual(compressor, x, payload, ctx)
+# -- a compressor as the engine carries it out: by kernels where there are some --------------------------------------
+natively, native_mean = kernel_calls.encode, kernel_calls.mean
+compressed, left_of = kernel_calls.compress, kernel_calls.residual

@@ -383,7 +383,7 @@ def test_nothing_is_lost_where_candidates_hold_it_in_different_places(saved):
 
 
 def _ways(params, workers):
-    return grace_from_params(params, LocalTransport(World(workers), 0))._setup.ways
+    return grace_from_params(params, LocalTransport(World(workers), 0)).setup.ways
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])

@@ -1,5 +1,6 @@
 """State files: complete, atomic, never executed; and runs that resume with another number of workers."""
 
+import importlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import launch
 
 from grace import checkpoint, grace_from_params
 from grace.core import Resize
@@ -726,3 +728,63 @@ def test_a_renamed_tensor_is_renamed_in_both_places():
     (alone,) = made(METHODS["topk"], 1)
     with pytest.raises(ValueError, match=r"where \['new'\] were cut.*state\['points'\] too"):
         alone.load_state_dict(*states)
+
+
+# -- trainers that save one file for all workers -----------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning")
+    folder = tmp_path_factory.mktemp("out")
+    return folder, launch("torchrun", 2, "one_file.py", folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [("accelerate", False), ("accelerate", True), "fabric"])
+def test_one_file_for_all_workers_gives_each_its_own_state(one_file, how):
+    for worker in one_file[1]:
+        whole, resumed, steps = worker[how]
+        assert np.array_equal(whole, resumed)
+        assert steps == 6
+
+
+@pytest.mark.processes
+def test_one_file_of_two_workers_is_loaded_by_one(one_file):
+    import torch
+
+    folder, found = one_file
+    alone = grace_from_params({"compressor": "topk", "compress_ratio": 0.1, "min_numel": 0})
+    alone.build({"w": torch.zeros(20, 10)})
+    gathered = importlib.import_module("grace.torch").GatheredState(alone)
+    gathered.load_state_dict(torch.load(folder / "gathered" / "custom_checkpoint_0.pkl"))
+    (residual,) = alone.state_dict()["tensors"]["w"].values()
+    np.testing.assert_allclose(residual, sum(worker["states"][0] for worker in found), rtol=1e-6)
+    assert alone.steps == 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("what", "mine", "other"),
+    [
+        (
+            ("plain", False),
+            "worker 1 cannot load its state: this is the state of worker 0",
+            "trainers that save one file for all workers: grace.torch.Gath",
+        ),
+        (
+            ("plain", True),
+            "worker 1 cannot load its state: this is the state of worker 0",
+            "trainers that save one file for all workers: grace.torch.Gath",
+        ),
+        ("swapped", "this is the state of worker 1 of 2, but this is worker 0", "the state of worker 0 of 2, but this"),
+        ("spoiled", "worker 1 cannot load its state: this state belongs to another", "this state belongs to another"),
+        ("no gathered state", "no state of a GatheredState", "no state of a GatheredState"),
+    ],
+)
+def test_another_workers_state_is_an_error_on_all(one_file, what, mine, other):
+    _, found = one_file
+    for worker, text in zip(found, (mine, other), strict=True):
+        assert worker[what].startswith("ValueError")
+        assert text in worker[what]
+        assert worker["unchanged"]
+        assert worker["goes on"] == 2

@@ -13,13 +13,13 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
+from grace.compressors.efsignsgd import EFSignSGD
 from grace.core.sharding import cut, cuts, pieces, shards, strides
-from grace.engine.accelerators import accelerator_of
-from grace.engine.accelerators.quantisers import ScaledSigns
-from grace.engine.encoders import FastMethod
-from grace.engine.lazy_mean import LazyMean, LazyShardedMean
-from grace.engine.state_store import StateStore
+from grace.engine.codecs import TensorCodec, calls_of, quantisers
+from grace.engine.commit import Commit
+from grace.engine.groups.native import Encoder
 from grace.kernels import Library
+from grace.kernels.rows import NUMBERS
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
@@ -62,7 +62,7 @@ def exchanged(xp, method, ctx, steps=3):
         x = xp.asarray(spread(N, seed=step), "float32")
         payload, state = alone(lambda ctx, x=x, state=state: method.encode(xp.buffers.copy(x), state, ctx), ctx)
         state = {key: xp.buffers.copy(value) for key, value in state.items()}
-        mean = method.mean([payload] * 3, ctx).into(xp.zeros(N))
+        mean = method.mean([payload] * 3, ctx).array(xp.zeros(N))
         assert np.array_equal(xp.to_numpy(method.mean([payload] * 3, ctx).array()), xp.to_numpy(mean))
         found.append((host(xp, payload), host(xp, state.values()), xp.to_numpy(mean).copy()))
     return found
@@ -93,7 +93,7 @@ def test_kernels_and_pieces_equal_the_plain_functions(row, feedback, name, monke
     xp, compressor, products = backend(name), made(row), row.params["compressor"] in PRODUCTS
     if feedback and (compressor.traits.majority_vote or compressor.traits.internal_feedback):
         feedback = False
-    method = FastMethod(compressor, Residual() if feedback else NoMemory())
+    method = TensorCodec(compressor, Residual() if feedback else NoMemory())
     monkeypatch.setenv("GRACE_KERNELS", "off")
     monkeypatch.setattr(xp, "piece", 0)
     whole = exchanged(xp, method, context(xp, N, rank=1))
@@ -124,7 +124,7 @@ def test_methods_that_exchange_inside_are_the_same_in_pieces(params, name, monke
         payload, _ = alone(lambda ctx, x=x: compressor.compress(xp.buffers.copy(x), {}, ctx), ctx)
         assert np.array_equal(xp.to_numpy(x), spread(N))
         decoded, left = compressor.decompress(payload, ctx), compressor.residual(xp.buffers.copy(x), payload, ctx)
-        into = accelerator_of(compressor).decode_into(compressor, xp.zeros(N), payload, ctx)
+        into = TensorCodec(compressor, NoMemory()).mean([payload], ctx, agreed=True).array(xp.zeros(N))
         assert np.array_equal(xp.to_numpy(decoded), xp.to_numpy(into))
         found.append([*host(xp, payload), xp.to_numpy(decoded), xp.to_numpy(left)])
     for whole, parts in zip(*found, strict=True):
@@ -162,9 +162,9 @@ def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
     assert np.array_equal(xp.to_numpy(found), mean)
     if params["compressor"] != "none":
         assert xp.buffers.same_memory(found, given)
-    residual = xp.to_numpy(grc._setup.store.held({})["w"]["memory/residual"].read())
+    residual = xp.to_numpy(grc.setup.store.held({})["w"]["memory/residual"].read())
     np.testing.assert_allclose(residual + mean, first, atol=1e-6)
-    assert not xp.buffers.overlap(again._setup.store.held({})["w"]["memory/residual"].read(), given), (
+    assert not xp.buffers.overlap(again.setup.store.held({})["w"]["memory/residual"].read(), given), (
         "the state lies in the gradient"
     )
 
@@ -226,11 +226,12 @@ def test_shards_are_decoded_as_their_whole(row, kernels, monkeypatch):
         xp, compressor = backend(name), made(row)
         for n in (700, N):
             ctx, payload, parts, contexts = sharded(xp, compressor, n, 3)
-            whole = xp.to_numpy(LazyMean(compressor, [payload], ctx, agreed=True).array())
-            mean = LazyShardedMean(compressor, parts, ctx, contexts)
+            codec = TensorCodec(compressor, NoMemory())
+            whole = xp.to_numpy(codec.mean([payload], ctx, agreed=True).array())
+            mean = codec.mean_of_shards(parts, ctx, contexts)
             assert np.array_equal(xp.to_numpy(mean.array()), whole)
             if xp.mutable:
-                assert np.array_equal(xp.to_numpy(mean.into(xp.zeros(n))), whole)
+                assert np.array_equal(xp.to_numpy(mean.array(xp.zeros(n))), whole)
 
 
 def test_a_shard_that_does_not_fit_names_its_worker(xp):
@@ -238,17 +239,16 @@ def test_a_shard_that_does_not_fit_names_its_worker(xp):
     codes, scales = parts[1]
     for wrong in ((codes[:-1], scales), (codes, scales[:-1])):
         with pytest.raises(ValueError, match=r"worker 1 of .* sent a payload for 'w'"):
-            LazyShardedMean(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts).array()
+            TensorCodec(BlockInt(), NoMemory()).mean_of_shards([parts[0], wrong, parts[2]], ctx, contexts).array()
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):
     from grace.backends import torch, torch_bits, torch_buffers
 
     made = []
-    for name, make in (("POOL", torch_buffers._octets), ("SPARSE", torch_buffers._sparse_octets)):
-        pool = torch_buffers.Pool(lambda size, make=make: made.append(size) or make(size))
-        for module in (torch, torch_bits, torch_buffers):
-            monkeypatch.setattr(module, name, pool, raising=False)
+    pool = torch_buffers.Pool(lambda size: made.append(size) or torch_buffers._octets(size))
+    for module in (torch, torch_bits, torch_buffers):
+        monkeypatch.setattr(module, "POOL", pool, raising=False)
     xp = backend("torch")
     params = {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "communicator": "twostage"}
     grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
@@ -311,7 +311,7 @@ def test_a_step_that_is_dropped_leaves_the_residual_bit_for_bit(name, params, mo
 
     _, grc, before = begun(name, params)
     with monkeypatch.context() as patch:
-        patch.setattr(StateStore, "commit", lambda *_: 1 / 0)
+        patch.setattr(Commit, "means", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             grc.land()
     assert equal_states(before, grc.state_dict())
@@ -343,40 +343,43 @@ def built_on(name, params):
 
 @pytest.mark.parametrize("communicator, rounds", [("allgather", 1), ("twostage", 2)])
 @pytest.mark.parametrize("name", HOSTS)
-def test_kernels_work_when_all_of_a_bucket_is_prepared(name, communicator, rounds, monkeypatch):
-    events = []
-
-    def noting(owner, attribute, what):
-        plain = getattr(owner, attribute)
-        monkeypatch.setattr(owner, attribute, lambda *args: (events.append(what), plain(*args))[1])
-
-    for owner, kind in ((ScaledSigns, "prepare"), (Library, "work")):
-        for what in ("encode", "mean"):
-            noting(owner, what if owner is ScaledSigns else f"signs_{what}", f"{kind} {what}")
+def test_a_bucket_takes_one_call_for_each_encoding_and_decoding(name, communicator, rounds, monkeypatch):
+    calls, plain = [], Library.rows
+    names = {number: kernel for kernel, number in NUMBERS.items()}
+    monkeypatch.setattr(
+        Library, "rows", lambda self, *args: (calls.append((names[args[0]], args[3])), plain(self, *args))[1]
+    )
     grace = built_on(name, {**SIGNS, "communicator": communicator})
     step(grace, 0)
-    each = [f"{kind} {what}" for what in ("encode", "mean") for kind in ("prepare", "work") for _ in SHAPES]
-    assert events == each * rounds
+    assert calls == [("efsignsgd_encode", len(SHAPES)), ("efsignsgd_mean", len(SHAPES))] * rounds
 
 
-@pytest.mark.parametrize("communicator", ["allgather", "twostage"])
+@pytest.mark.parametrize("communicator", ["allgather", "twostage", "broadcast"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_an_error_while_a_bucket_is_prepared_leaves_all_residuals_alone(name, communicator, monkeypatch):
     params = {**SIGNS, "communicator": communicator}
     grace, other = built_on(name, params), built_on(name, params)
     for each in (grace, other):
         step(each, 0)
-    plain = ScaledSigns.encode
+    plain, encode = quantisers.CALLS[EFSignSGD], Encoder.encode
 
-    def failing(self, compressor, x, residual, ctx):
+    def failing(compressor, x, residual, ctx):
         if ctx.name == "a":  # the last one of the bucket
             raise RuntimeError("no")
-        return plain(self, compressor, x, residual, ctx)
+        return plain.encode(compressor, x, residual, ctx)
 
-    monkeypatch.setattr(ScaledSigns, "encode", failing)
+    def broken(self, *args):
+        encode(self, *args)
+        raise RuntimeError("no")
+
+    calls_of.cache_clear()
+    monkeypatch.setitem(quantisers.CALLS, EFSignSGD, plain._replace(encode=failing))
+    monkeypatch.setattr(Encoder, "encode", broken)
     with pytest.raises(RuntimeError, match="no"):
         step(grace, 1)
-    monkeypatch.setattr(ScaledSigns, "encode", plain)
+    calls_of.cache_clear()
+    monkeypatch.setitem(quantisers.CALLS, EFSignSGD, plain)
+    monkeypatch.setattr(Encoder, "encode", encode)
     grace.abandon()
     for found, expected in zip(residuals(grace), residuals(other), strict=True):
         assert np.array_equal(found, expected)
@@ -408,7 +411,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.build({"w": given})
     grc.start("w", given, spent=True)
     grc.flush()
-    mean, residual = grc.mean("w"), grc._setup.store.held({})["w"]["memory/residual"].read()
+    mean, residual = grc.mean("w"), grc.setup.store.held({})["w"]["memory/residual"].read()
     assert xp.buffers.same_memory(mean, given)
     assert not xp.buffers.overlap(residual, given)
     assert np.linalg.norm(xp.to_numpy(residual)) > 0.1 * np.linalg.norm(first)
@@ -419,7 +422,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.start("w", xp.asarray(bad, "float32"), spent=True)
     grc.flush()
     assert not np.isfinite(xp.to_numpy(grc.mean("w"))).all()
-    assert np.array_equal(xp.to_numpy(grc._setup.store.held({})["w"]["memory/residual"].read()), before)
+    assert np.array_equal(xp.to_numpy(grc.setup.store.held({})["w"]["memory/residual"].read()), before)
 
 
 PAIRS = [  # of values and positions that no worker can have sent, k being 2
@@ -457,7 +460,7 @@ def test_a_graph_refuses_positions_when_it_runs():
 
     assert np.flatnonzero(decoded(tf.ones(2), tf.constant([3, 9]))).tolist() == [3, 9]
     for values, positions in ((2, [3, 10]), (2, [4, 3]), (2, [-1, 3]), (2, [3]), (1, [3, 4])):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"ascend|as many"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"ascend|the number of its values is not"):
             decoded(tf.ones(values), tf.constant(positions))
 
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from launch import TESTS, elastic, launcher, run
+from launch import TESTS, elastic, free_port, launch, launcher, run
 from launch import end as stop
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.processes
 
 
 def load(out, size):
@@ -27,7 +27,7 @@ def faults(request, tmp_path_factory):
     """What two workers found, what they printed, and how long after its last fault the job has ended."""
     out, name = tmp_path_factory.mktemp("faults"), {"torch": "torchrun", "horovod": "horovodrun"}[request.param]
     script = TESTS / "workers" / "faults.py"
-    printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", timeout=120, fails=True)
+    printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", fails=True)
     ended = time.time()
     return request.param, load(out, 2), printed, ended - float(re.search(r"raised at ([\d.]+)", printed)[1])
 
@@ -126,7 +126,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
     command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
     # Otherwise those that begin again find the addresses of those that died (PyTorch's issue 135712).
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    printed = run(*command, log=tmp_path / "log", timeout=120, **environment)
+    printed = run(*command, log=tmp_path / "log", **environment)
     assert "exitcode: -9" in printed
     for worker in load(tmp_path, 2):
         assert worker["first"] == 8  # it died in step 10
@@ -136,9 +136,9 @@ def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
     command = [*launcher("horovodrun", 2), TESTS / "workers" / "restart_keras.py", tmp_path]
     with pytest.raises(AssertionError, match="ended with"):
-        run(*command, 10, log=tmp_path / "first", timeout=120)
+        run(*command, 10, log=tmp_path / "first")
     assert not (tmp_path / "0.pickle").exists()
-    run(*command, log=tmp_path / "second", timeout=120)
+    run(*command, log=tmp_path / "second")
     for worker in load(tmp_path, 2):
         assert worker["first"] == 8  # it died in step 10
         assert np.array_equal(worker["weights"], worker["uninterrupted"])
@@ -209,3 +209,79 @@ def test_local_training_with_keras_goes_on_with_three_workers_and_with_four_agai
         assert worker["landings"].items() <= oldest["landings"].items()
         assert worker["accuracy"] == oldest["accuracy"]
     assert oldest["accuracy"] > 0.9
+
+
+# -- timeouts of a process group, and of GRACE -------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def timeouts(tmp_path_factory):
+    return launch("torchrun", 2, "timeouts.py", tmp_path_factory.mktemp("out"))
+
+
+def test_grace_changes_no_timeout_of_a_group_that_it_did_not_make(timeouts):
+    for worker in timeouts:
+        assert {name: worker[name] for name in ("default", "shorter", "longer")} == {
+            "default": (1800, 1800),
+            "shorter": (60, 60),
+            "longer": (3, 3),
+        }
+        assert worker["usual"] == (1800, 1800)
+        error, took = worker["barrier beyond GRACE's"]
+        assert error is None
+        assert took < 10
+    error, took = timeouts[1]["barrier beyond the group's"]
+    assert "imed out" in error[1]
+    assert took < 4.8
+
+
+@pytest.mark.parametrize("message", ["reduce", "gather", "broadcast"])
+def test_a_timeout_given_to_grace_may_be_longer_than_the_groups(timeouts, message):
+    one, two = (worker[f"{message} beyond the group's"] for worker in timeouts)
+    assert one[0] is two[0] is None
+    assert two[1] > 4
+
+
+@pytest.mark.parametrize("whose, who", [("the group's", "worker 0"), ("GRACE's", "one of them")])
+def test_an_exchange_that_takes_too_long_names_worker_and_tensor(timeouts, whose, who):
+    (slow, _), (waiting, took) = (worker[f"step beyond {whose}"] for worker in timeouts)
+    assert waiting[0] == "TimeoutError"
+    text = r"worker 1 of 2 has waited 3 s for the others' 'grace\.bucket0.*' \('1.bias' and 3 more\)"
+    assert re.search(f"{text}: {who} is gone", waiting[1])
+    assert took < 4.8
+    assert slow[0] == "ConnectionError"
+    assert re.search(r"worker 0 of 2 has lost another one at 'grace\.bucket0.*' \('1.bias' and 3 more\)", slow[1])
+
+
+ALONE = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+from grace.backends import get_backend
+from grace.core.collectives import Reduce
+from grace.transports import get_transport
+transport = get_transport().bind(get_backend("torch"))
+transport.exchange("together")
+if transport.rank == 1:
+    time.sleep(60)
+    os._exit(0)
+transport.start([Reduce((torch.ones(2**20),), "sum")], "gradients")
+raise ArithmeticError("in the middle of an exchange")
+"""
+
+
+def test_a_worker_that_raises_in_the_middle_of_an_exchange_ends_before_the_groups_timeout(tmp_path):
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", ALONE]
+    other = subprocess.Popen(command, env={**environ, "RANK": "1"})
+    try:
+        began = time.monotonic()
+        one = subprocess.run(
+            command, env={**environ, "RANK": "0"}, timeout=60, capture_output=True, text=True, check=False
+        )
+        assert "ArithmeticError: in the middle of an exchange" in one.stderr
+        assert one.returncode == 1
+        assert time.monotonic() - began < 30
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -12,8 +12,7 @@ from table import ROWS
 from grace.backends.base import HOSTED as LEAST
 from grace.core import Compressor, name_of, run_local
 from grace.core.sharding import template
-from grace.engine.encoders import FastMethod
-from grace.engine.workspace import Workspace, workspace
+from grace.engine.codecs import TensorCodec
 from grace.memories.none import NoMemory
 
 SHAPE = (130, 160)
@@ -147,14 +146,14 @@ def test_a_graph_keeps_nothing_from_step_to_step(tf):
 
     @tf.function(autograph=False)
     def encode(x, state, step):
-        contexts.append(context(xp, SHAPE, step=step, _workspace=Workspace()))
+        contexts.append(context(xp, SHAPE, step=step, _draws={}))
         return run_local(method.encode(x, state, contexts[0]), method)
 
     state = method.init(context(xp, SHAPE))
     for step in range(3):
         _, state = encode(xp.asarray(spread(N), "float32"), state, tf.constant(step, tf.int64))
     (traced,) = contexts
-    assert not workspace(traced).draws
+    assert not traced._draws
 
 
 @pytest.mark.parametrize("k", [0, 1, 200, N])
@@ -216,7 +215,7 @@ class OfOneToolkit(Compressor):
 
 
 def test_other_peoples_methods_stay(tf, handed):
-    method = FastMethod(OfOneToolkit(), NoMemory())
+    method = TensorCodec(OfOneToolkit(), NoMemory())
     encode, mean = forms(backend("tensorflow"), method)
     payload, _ = encode(backend("tensorflow").zeros(N), {}, 0)
     assert mean([payload] * 2, 0).shape == (N,)

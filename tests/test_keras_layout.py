@@ -250,7 +250,7 @@ def test_other_methods_keep_their_residuals_as_keras_stores_kernels(params):
     (mean,) = averaged(grc, [gradient], [kernel()])
     (residual,) = grc.state_dict()["tensors"]["kernel"].values()
     np.testing.assert_allclose(mean + residual.reshape(10, 28), gradient, rtol=1e-4, atol=1e-4)
-    assert not grc.transposed
+    assert not grc.setup.transposed
     assert "transposed" not in grc.state_dict()
 
 
@@ -261,13 +261,13 @@ def test_methods_without_blocks_of_several_elements_exchange_kernels_as_they_are
     reference.build({"kernel": tf.zeros((10, 28))})
     (mean,) = averaged(grc, [gradient], [kernel()])
     assert np.array_equal(mean, reference.step({"kernel": tf.constant(gradient)})["kernel"].numpy())
-    assert not grc.transposed
+    assert not grc.setup.transposed
 
 
 def test_a_grace_that_keras_does_not_drive_transposes_nothing():
     (grc,) = graces(KEPT, 1)
     grc.build({"kernel": tf.zeros((10, 28))})
-    assert not grc.transposed
+    assert not grc.setup.transposed
     assert "transposed" not in grc.state_dict()
     close(averaged(grc, [skewed(10, 28)], [kernel()])[0], stored(INT4, [skewed(10, 28)]))  # the layout is fixed
 
@@ -295,7 +295,7 @@ def test_a_policy_with_a_blockwise_level_transposes_at_all_levels():
 def test_a_policy_without_blockwise_levels_transposes_nothing():
     (grc,) = graces(auto("topk", "powersgd", "fp16"), 1)
     averaged(grc, [skewed(10, 28)], [kernel()])
-    assert not grc.transposed
+    assert not grc.setup.transposed
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_state_that_is_loaded_first_sets_the_layout_for_the_whole_run_and_noth
     for gradient in gradients[1:]:
         sent = sent + steps(grc, [gradient], [variable])[0]
     after = grc.state_dict()
-    assert ("transposed" in after) == ("transposed" in state) == grc.transposed == (saved is new)
+    assert ("transposed" in after) == ("transposed" in state) == grc.setup.transposed == (saved is new)
     assert np.abs(left(after)).max() > 0.01
     np.testing.assert_allclose(sent + left(after), sum(gradients), rtol=1e-4, atol=1e-4)
     grc.load_state_dict(after)  # later states are in the same layout
@@ -368,7 +368,7 @@ def test_a_state_without_arrays_is_loaded_in_either_case_and_sets_no_layout(save
                 grc.load_state_dict(state)
             grace.tensorflow.build(grc, [kernel()])
             grc.load_state_dict(state)
-            assert grc.transposed
+            assert grc.setup.transposed
             assert grc.steps == 1
 
 
@@ -380,7 +380,7 @@ def test_sums_of_gradients_in_a_policys_state_set_the_layout_too():
     (grc,) = graces(params, 1)
     grc.load_state_dict(state)
     grace.tensorflow.build(grc, [kernel()])
-    assert not grc.transposed
+    assert not grc.setup.transposed
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -446,9 +446,9 @@ def test_a_reset_a_copy_and_a_checkpoint_keep_the_layout(saved, tmp_path):
     again.reset(LocalTransport())
     for one in (again, copied, read):
         assert np.array_equal(averaged(one, [gradients[1]], [variable])[0], expected)
-        assert one.transposed == (saved is new)
+        assert one.setup.transposed == (saved is new)
     again.reset(LocalTransport(), [again.state_dict()])
-    assert again.transposed == (saved is new)
+    assert again.setup.transposed == (saved is new)
 
 
 def test_states_of_more_workers_are_resized_in_their_layout():
@@ -458,7 +458,7 @@ def test_states_of_more_workers_are_resized_in_their_layout():
         (grc,) = graces(KEPT, 1)
         grc.load_state_dict(*states)
         grace.tensorflow.build(grc, [variable])
-        assert grc.transposed == (saved is new)
+        assert grc.setup.transposed == (saved is new)
         close(left(grc.state_dict()), np.sum([left(state) for state in states], 0))
 
 
@@ -471,7 +471,7 @@ def test_a_rebuilt_grace_keeps_the_layout_and_the_state():
     before = grc.state_dict()
     other = hand_over(grc, model, optimizer, keras.optimizers.SGD(1.0))
     after = grc.state_dict()
-    assert grc.transposed
+    assert grc.setup.transposed
     for key, array in before["tensors"][variable.path].items():
         assert np.array_equal(after["tensors"][variable.path][key], array)
     other.apply([tf.constant(skewed(10, 28, seed=1))], [variable])

@@ -24,7 +24,7 @@ def test_bytes_names_and_the_record(found):
     steps, sent, dense, named_by_paths = found[0]["report"]
     assert steps == 8 * 4
     assert dense == steps * 4 * (20 * 30 + 30 + 30 * 5 + 5)
-    assert sent == steps * (8 * (60 + 3 + 15 + 1) + 12 + 4 * 4)  # the header, and which gradients there are
+    assert sent == steps * (8 * (60 + 3 + 15 + 1) + 20 + 4 * 4)  # the header, and which gradients there are
     assert named_by_paths
     assert found[0]["record"]
 

@@ -192,6 +192,44 @@ def test_an_editable_install_of_a_fresh_checkout_leaves_its_libraries_there(tree
     assert found == names(build.MACHINE)
 
 
+NOBODY = """
+import pwd, shutil, sys, tempfile
+from pathlib import Path
+def unknown(_):
+    raise KeyError("uid not found")
+pwd.getpwuid = unknown
+tempfile.tempdir = sys.argv[1]
+from grace.kernels import build, library
+print(library() is None)
+build.HERE = Path(sys.argv[1], "read-only")  # where nothing can be written to
+shutil.copytree(Path(build.__file__).parent, build.HERE, ignore=lambda *_: ["_lib"])
+(build.HERE / "_lib").touch()
+print(build.build("kernels"), build.find("kernels"))
+"""
+
+
+@pytest.mark.parametrize("whose", ["nobody's", "another's", "open to all"])
+def test_an_unknown_user_without_a_home_keeps_kernels_in_the_temporary_folder(tmp_path, whose):
+    (tmp_path / "cxx.py").write_text("import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').close()")
+    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
+    env |= {"CXX": f"{sys.executable} {tmp_path / 'cxx.py'}", "PYTHONPATH": str(ROOT)}
+    own = tmp_path / f"grace-{os.getuid()}"
+    if whose == "another's":
+        own.symlink_to(tmp_path)
+    elif whose == "open to all":
+        own.mkdir()
+        own.chmod(0o777)
+    done = subprocess.run([sys.executable, "-c", NOBODY, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if whose == "nobody's":
+        made = own / "grace" / "kernels"
+        assert f"there is no home folder, so they are in {made}; XDG_CACHE_HOME names a lasting place" in done.stdout
+        assert f"True {made}" in done.stdout
+    else:  # libraries of other users are not loaded, and none is left to them
+        assert "False None" in done.stdout
+        assert "can be written to" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def sdist(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a source distribution")

@@ -10,8 +10,8 @@ from methods import backend
 from grace.backends import get_backend
 from grace.bench import costs as measure
 from grace.communicators.planned.strategy import Action, options, parse
-from grace.engine import encoders as execution
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
+from grace.engine.groups.native import Decoder, Encoder
 from grace.planner import models
 from grace.planner.advise import step
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Costs, Curve, Link, Rate, Speed, cluster, codec, fitted
@@ -294,11 +294,17 @@ def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
         clock[0] += 50e-6
         return taking(start(self, collectives, name), lambda _: 1.0)
 
+    def elements(coder):  # an encoder or a decoder
+        rows = coder._rows
+        return int(rows.words[:, rows._columns["n"]].sum())
+
     start = LocalTransport.start
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(LocalTransport, "start", started)
-    monkeypatch.setattr(execution, "encode", taking(execution.encode, lambda args: 2e-6 * args[2].size))
-    monkeypatch.setattr(FastMethod, "mean", taking(FastMethod.mean, lambda args: 1e-6 * args[2].size))
+    monkeypatch.setattr(TensorCodec, "_at_once", taking(TensorCodec._at_once, lambda args: 2e-6 * args[1].size))
+    monkeypatch.setattr(TensorCodec, "mean", taking(TensorCodec.mean, lambda args: 1e-6 * args[2].size))
+    monkeypatch.setattr(Encoder, "encode", taking(Encoder.encode, lambda args: 2e-6 * elements(args[0])))
+    monkeypatch.setattr(Decoder, "mean", taking(Decoder.mean, lambda args: 1e-6 * elements(args[0])))
     given = Codec({"compressor": "topk"}, TENTH.wire, {"gpu": SPEED}, "idle")
     message, (found,) = measure.at_work(LocalTransport().bind(get_backend("numpy")), [given], (2**12, 2**14), 3)
     assert message == pytest.approx(Rate(50e-6, 0.0))

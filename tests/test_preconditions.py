@@ -137,6 +137,18 @@ WRONG = {
         lambda: grace.torch.DistributedOptimizer(SimpleNamespace(optimizer=parameters()), grc()),
         "wraps an optimizer: pass the inner one",
     ),
+    "schedule-free": (
+        lambda: grace.torch.DistributedOptimizer(SimpleNamespace(base=parameters()), grc()),
+        "wraps an optimizer: pass the inner one, optimizer.base, and step the wrapper as before",
+    ),
+    "zero": (
+        lambda: grace.torch.broadcast_optimizer_state(SimpleNamespace(optim=parameters())),
+        "wraps an optimizer: pass the inner one, optimizer.optim",
+    ),
+    "averaging": (
+        lambda: grace.torch.gossip(SimpleNamespace(base_optimizer=parameters()), Gossip(transport="local")),
+        "wraps an optimizer: pass the inner one, optimizer.base_optimizer",
+    ),
     "model": (lambda: grace.torch.DistributedOptimizer(torch.nn.Linear(2, 2), grc()), "torch.optim.Optimizer is"),
     "name": (
         lambda: grace.torch.DistributedOptimizer(parameters(), "topk"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import pickle
 import re
 import struct
@@ -12,8 +13,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from methods import normal
+from typer.testing import CliRunner
 
 from grace import grace_from_params, simulate, trackers
+from grace.cli.app import app
 from grace.core.registry import communicators, compressors, memories, policies
 from grace.engine.about import params_of
 from grace.engine.record import read, warnings_of
@@ -220,7 +223,8 @@ def trained_with(path, metrics, **params):
 
 
 def test_metrics_stand_beside_the_steps_seconds_and_bytes_up_to_them(path):
-    grc = trained_with(path, [{"loss": np.float32(0.5)}, {"loss": float("nan"), "accuracy": 1}])
+    with pytest.warns(UserWarning, match="not finite at step 4, and null in the record: 'loss'"):
+        grc = trained_with(path, [{"loss": np.float32(0.5)}, {"loss": float("nan"), "accuracy": 1}])
     grc.record(accuracy=2)  # at the same step
     run = read(path)
     assert [(each.step, each.values) for each in run.metrics] == [
@@ -235,6 +239,23 @@ def test_metrics_stand_beside_the_steps_seconds_and_bytes_up_to_them(path):
     assert two["seconds"] == pytest.approx(run.total("seconds"))
     assert two["residual"] == run.lines[-1].norm
     assert (two["ratio"], two["bytes_dense"]) == (run.ratio, 4 * 4 * N)
+
+
+def test_metrics_that_are_never_finite_are_told_once_and_shown(path):
+    never = [{"loss": float("nan"), "f1": value, "accuracy": 0.5} for value in (math.inf, -math.inf, math.nan)]
+    with pytest.warns(UserWarning, match="not finite") as told:
+        trained_with(path, never)
+    assert [str(each.message) for each in told] == ["not finite at step 2, and null in the record: 'f1', 'loss'"]
+    run = read(path)
+    assert [each.values for each in run.metrics] == [{"loss": None, "f1": None, "accuracy": 0.5}] * 3
+    shown = CliRunner().invoke(app, ["report", str(path)], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0
+    rows = {words[0]: " ".join(words[1:]) for line in shown.output.splitlines() if (words := line.split())}
+    assert rows["loss"] == rows["f1"] == "not finite"
+    assert rows["accuracy"].endswith("0.5 → 0.5")
+    page = path.with_suffix(".html")
+    assert CliRunner().invoke(app, ["report", str(path), "--html", str(page)]).exit_code == 0
+    assert "f1: not finite" in page.read_text()
 
 
 def test_metrics_before_the_first_step_and_of_a_resumed_run(path):
@@ -292,7 +313,7 @@ def dictionaries():
 @pytest.mark.filterwarnings("ignore")
 def test_the_dictionary_of_a_record_makes_an_equal_grace():
     def parts(grc):
-        setup = grc._setup
+        setup = grc.setup
         return setup.method, setup.unresolved, setup.policy, setup.options
 
     for params in dictionaries():
@@ -305,7 +326,7 @@ def test_the_dictionary_of_a_record_makes_an_equal_grace():
         if "plan" in params:
             assert found["plan"] == params["plan"]
         else:
-            assert (repr(again._setup.unresolved), repr(again._setup.policy)) == (repr(communicator), repr(policy)), (
+            assert (repr(again.setup.unresolved), repr(again.setup.policy)) == (repr(communicator), repr(policy)), (
                 params
             )
 
@@ -327,7 +348,8 @@ def test_the_first_line_holds_what_repeats_the_run(path):
 def test_a_tracker_gets_the_numbers_of_each_line(path):
     told = []
     simulate_ = {"record_every": 2, "tracker": lambda step, numbers: told.append({"step": step, **numbers})}
-    grc = trained_with(path, [{"loss": 0.5}, {}, {"loss": float("inf")}], **simulate_)
+    with pytest.warns(UserWarning, match="not finite at step 6"):
+        grc = trained_with(path, [{"loss": 0.5}, {}, {"loss": float("inf")}], **simulate_)
     history = read(path).history()
     assert [point["step"] for point in history] == [2, 4, 6]
     found = {point["step"]: point for point in told}

@@ -163,6 +163,7 @@ REFUSED = [
     ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
     ({"bucket_mb": float("nan")}, "bucket_mb=nan must be positive"),
     ({"seed": "7"}, "seed='7' must be of type int"),
+    ({"timeout": "600"}, "timeout='600' must be of type float, such as 600.0"),
     ({"compressor": "topk", "communicator": "allreduce"}, "cannot carry 'topk'.*Leave communicator out, or use 'allg"),
     ({"compressor": "signsgd", "communicator": "allreduce"}, "or use 'allgather'; or set packed=False"),
     ({"compressor": "powersgd", "communicator": "allgather"}, "cannot carry 'powersgd'.*Use communicator 'allreduce'"),
@@ -587,3 +588,8 @@ def test_a_checkpoint_that_waits_is_refused_when_the_tensors_differ(xp):
     late.load_state_dict(trained(xp).state_dict())
     with pytest.raises(ValueError, match=r"the model's \['u'\] are not in the state"):
         late.build({"u": xp.zeros(900), "w": xp.zeros(900), "v": xp.zeros(900)})
+
+
+def test_compile_is_accepted_and_said_to_have_no_effect():
+    with pytest.warns(UserWarning, match="compile=True has no effect any more"):
+        grace_from_params({"compressor": "topk", "compile": True}, "local")

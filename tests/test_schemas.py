@@ -40,7 +40,8 @@ def written(kind, folder):
         for _ in range(3):
             grc.step(gradients)
         grc.end_epoch(0.1)
-        grc.record(loss=0.5, accuracy=float("nan"))
+        with pytest.warns(UserWarning, match="not finite"):
+            grc.record(loss=0.5, accuracy=float("nan"))
     return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
 
 

@@ -77,6 +77,12 @@ def test_gradients_set_by_hand_over_means_are_exchanged(found):
     assert np.array_equal(reached, expected)
 
 
+@pytest.mark.parametrize("how", ["kept", "noise"])
+def test_gradients_that_would_differ_between_workers_are_an_error_on_all(found, how):
+    for worker in found:
+        assert "call grc.discard() before you set your own" in worker[f"by hand, {how}, not discarded"]
+
+
 def test_means_that_were_changed_by_hand_are_not_exchanged_again(found):
     reached, expected = alike(found, "means_divided_by_hand")
     assert np.array_equal(reached, expected)

@@ -135,12 +135,26 @@ def test_the_sums_of_a_policy_are_rolled_back():
         np.testing.assert_array_equal(grc.state_dict()["policy"]["sums"][name], total)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_reset_keeps_whether_the_state_before_is_kept(keeps):
+    grc = made(METHODS["topk"])
+    grc.defer_commit, grc.setup.keeps_base = True, keeps
+    grc.step(gradients(1))
+    grc.commit()
+    grc.reset("local")
+    grc.step(gradients(2))
+    grc.discard()
+    assert grc.state_dict()["tensors"]["a"]["memory/residual"].any() == keeps
+
+
 def test_no_sync_gives_gradients_back(params):
     grc, other = made(params), made(params)
     with grc.no_sync():
         given = gradients(1)
         assert all(mean is given[name] for name, mean in grc.step(given).items())
         assert grc.finish(grc.start("a", given["a"])) is given["a"]
+        grc.start_all(given)
+        assert all(mean is given[name] for name, mean in zip(given, grc.means(given), strict=True))
     same(grc, other)
     assert grc.report().steps == 0
 

@@ -373,6 +373,10 @@ class Backend(ABC):
         """Whether a graph is being traced, so that values are symbolic."""
         return False
 
+    def unconverted(self, function: Any) -> Any:
+        """Keep the toolkit from rewriting a function's Python code while it traces a graph."""
+        return function
+
     def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
         """``branches[index]()``, chosen at run time inside a graph; index is an int32 scalar.
 

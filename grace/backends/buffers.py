@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,16 +20,13 @@ class Buffers:
         """An uninitialised array, to be written to."""
         return self._xp.zeros(shape, dtype)
 
-    def payload_arena(self, size: int) -> AbstractContextManager[None]:
-        """A context manager: arrays that `empty_payload` makes inside it are adjacent, if they fit into ``size`` bytes.
-
-        `concat_bytes` then returns them without a copy.
-        """
-        return nullcontext()
-
     def empty_payload(self, shape: Any, dtype: str = "float32") -> Array:
-        """An uninitialised array, as from `empty`, that will be part of a message."""
+        """A former name of `empty`."""
         return self.empty(shape, dtype)
+
+    def payload_arena(self, size: int) -> AbstractContextManager[None]:
+        """A context manager without effect, kept for methods that use it."""
+        return nullcontext()
 
     def streaming_writes(self, n: int) -> AbstractContextManager[None]:
         """A context manager for writing n elements in total that are not read soon."""
@@ -47,6 +45,34 @@ class Buffers:
         """Copy x, an array or a number, into an existing array of a backend that is `mutable`."""
         raise TypeError(f"arrays of {self._xp.name} cannot be written to")
 
+    def copies(self, arrays: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        """A new vector of the values of float32 arrays, one after the other, and its `parts`."""
+        whole = self.empty(self._elements(arrays))
+        parts = self.parts(whole, arrays)
+        self.write_all(parts, arrays)
+        return whole, parts
+
+    def parts(self, whole: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+        """The parts of a vector that have the sizes and shapes of these arrays."""
+        xp, shapes = self._xp, [self._xp.shape(array) for array in arrays]
+        parts = xp.split(whole, [*map(math.prod, shapes)])
+        return [xp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _elements(self, arrays: Sequence[Array]) -> int:
+        return sum(math.prod(self._xp.shape(array)) for array in arrays)
+
+    def write_all(self, outs: Sequence[Array], arrays: Sequence[Array]) -> None:
+        """`write` each array."""
+        for out, array in zip(outs, arrays, strict=True):
+            self.write(out, array)
+
+    def addresses(self, arrays: Sequence[Array]) -> list[int] | None:
+        """The address of each array; None unless all are contiguous float32."""
+        xp = self._xp
+        if any(xp.dtype(array) != "float32" or self.contiguous(array) is not array for array in arrays):
+            return None
+        return [self.address(array) for array in arrays]
+
     def contiguous(self, x: Array) -> Array:
         """The same values, contiguous in memory."""
         return x
@@ -62,6 +88,10 @@ class Buffers:
     def overlap(self, x: Array, y: Array) -> bool:
         """Whether the arrays may share memory."""
         return False
+
+    def fetch(self, flag: Array) -> Callable[[], bool]:
+        """Begin to copy a flag, bool[], to the host; returns a function that waits for it alone."""
+        return lambda: bool(self._xp.to_numpy(flag))
 
     def to_bytes(self, x: Array) -> Array:
         """uint8[nbytes], the array's memory in C order."""

@@ -32,22 +32,13 @@ class Linalg(ABC):
         largest = xp.reshape(xp.max_abs(x), (-1, 1))
         return x / xp.where(largest == 0, 1.0, largest), largest > 0
 
-    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        """matrix[a, b] qᵀ for q[r, b]: float32[a, r].
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        """matrix[a, b] qᵀ for q[r, b]: float32[a, r]."""
+        return matrix @ self._xp.transpose(q)
 
-        ``residual``, float32[a * b], only if `mutable`: first added to the contiguous matrix in place.
-        """
-        xp = self._xp
-        if residual is not None:
-            xp.inplace.add(xp.reshape(matrix, (-1,)), residual)
-        return matrix @ xp.transpose(q)
-
-    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]. ``residual``: as in `left_factor`."""
-        xp = self._xp
-        if residual is not None:
-            xp.inplace.add(xp.reshape(matrix, (-1,)), residual)
-        return xp.transpose(p) @ matrix
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]."""
+        return self._xp.transpose(p) @ matrix
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         """Write the product p[a, r] q[r, b] to the vector ``out``, if `mutable`; returns out."""

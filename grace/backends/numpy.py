@@ -33,6 +33,12 @@ class NumpyBuffers(Buffers):
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.__array_interface__["data"][0] == y.__array_interface__["data"][0]
 
+    def addresses(self, arrays: Sequence[Array]) -> list[int] | None:
+        for array in arrays:
+            if type(array) is not np.ndarray or array.dtype != np.float32 or not array.flags.c_contiguous:
+                return None
+        return [array.__array_interface__["data"][0] for array in arrays]
+
     def contiguous(self, x: Array) -> Array:
         return np.ascontiguousarray(x)
 
@@ -84,13 +90,11 @@ class NumpyLinalg(Linalg):
     def qr(self, x: Array) -> Array:
         return np.linalg.qr(x)[0]
 
-    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        return (self._xp.kernels.arrays.left_factor if self._xp.kernels else products.left_factor)(matrix, q, residual)
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        return (self._xp.kernels.arrays.left_factor if self._xp.kernels else products.left_factor)(matrix, q)
 
-    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        return (self._xp.kernels.arrays.right_factor if self._xp.kernels else products.right_factor)(
-            p, matrix, residual
-        )
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        return (self._xp.kernels.arrays.right_factor if self._xp.kernels else products.right_factor)(p, matrix)
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self._xp.kernels:
@@ -104,9 +108,6 @@ class NumpyLinalg(Linalg):
         for part, product in products.products(p, q, np.empty(products.room(p, q), np.float32)):
             x[part] -= product
         return x
-
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        (self._xp.kernels.arrays.part_product if self._xp.kernels else products.part_product)(x, p, q, rest, taken)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:
         values, vectors = np.linalg.eigh(x)

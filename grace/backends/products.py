@@ -22,30 +22,19 @@ def unit_rows(x: Array) -> tuple[Array, Array]:
     return x / largest, alive
 
 
-def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array:
-    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; in groups of rows. Adds the residual to m first, if given."""
+def left_factor(matrix: Array, q: Array) -> Array:
+    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; in groups of rows."""
     p = np.empty((matrix.shape[0], q.shape[0]), np.float32)
-    b = matrix.shape[1]
-    for rows in _rows(matrix.shape[0], b):
-        part = matrix[rows]
-        if residual is not None:
-            part += residual[rows.start * b : rows.stop * b].reshape(-1, b)
-        np.matmul(part, q.T, out=p[rows])
+    for rows in _rows(*matrix.shape):
+        np.matmul(matrix[rows], q.T, out=p[rows])
     return p
 
 
-def right_factor(p: Array, matrix: Array, residual: Array | None = None) -> Array:
-    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; in groups of rows, large enough to amortise their summation.
-
-    Adds the residual to m first, if given.
-    """
+def right_factor(p: Array, matrix: Array) -> Array:
+    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; in groups of rows, large enough to amortise their summation."""
     q = np.zeros((p.shape[1], matrix.shape[1]), np.float32)
-    b = matrix.shape[1]
-    for rows in _rows(matrix.shape[0], b, least=4 * p.shape[1]):
-        part = matrix[rows]
-        if residual is not None:
-            part += residual[rows.start * b : rows.stop * b].reshape(-1, b)
-        q += p[rows].T @ part
+    for rows in _rows(matrix.shape[0], matrix.shape[1], least=4 * p.shape[1]):
+        q += p[rows].T @ matrix[rows]
     return q
 
 
@@ -71,19 +60,6 @@ def write_product(out: Array, p: Array, q: Array) -> None:
     b = q.shape[1]
     for rows in _rows(p.shape[0], b):
         np.matmul(p[rows], q, out=out[rows.start * b : rows.stop * b].reshape(-1, b))
-
-
-def part_product(x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-    """`Linalg.part_product`. Computes products in place, so that only two arrays occupy the cache."""
-    b, (taken_p, taken_q) = q.shape[1], taken or (p, q)
-    for rows in _rows(p.shape[0], b):
-        part = slice(rows.start * b, rows.stop * b)
-        product, left = x[part], rest[part]
-        np.copyto(left, product)
-        np.matmul(taken_p[rows], taken_q, out=product.reshape(-1, b))
-        np.subtract(left, product, out=left)
-        if taken is not None:
-            np.matmul(p[rows], q, out=product.reshape(-1, b))
 
 
 def _height(b: int) -> int:

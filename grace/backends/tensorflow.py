@@ -314,6 +314,9 @@ class TensorflowBackend(Backend):
     def tracing(self) -> bool:
         return tf.inside_function()
 
+    def unconverted(self, function: Any) -> Any:
+        return tf.autograph.experimental.do_not_convert(function)
+
     def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
         def inside(branch: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:

@@ -66,23 +66,19 @@ class TorchLinalg(Linalg):
 
     # On the host, without kernels and with few threads, NumPy computes low-rank products. It computes the product of
     # the mean with any number of threads: workers with different numbers must get the same bits.
-    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
+    def left_factor(self, matrix: Array, q: Array) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.arrays.left_factor(matrix, q, residual)
+            return self._xp.host_kernels.arrays.left_factor(matrix, q)
         if self._threaded:
-            return super().left_factor(matrix, q, residual)
-        return torch.from_numpy(
-            products.left_factor(matrix.numpy(), q.numpy(), None if residual is None else residual.numpy())
-        )
+            return super().left_factor(matrix, q)
+        return torch.from_numpy(products.left_factor(matrix.numpy(), q.numpy()))
 
-    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
+    def right_factor(self, p: Array, matrix: Array) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.arrays.right_factor(p, matrix, residual)
+            return self._xp.host_kernels.arrays.right_factor(p, matrix)
         if self._threaded:
-            return super().right_factor(p, matrix, residual)
-        return torch.from_numpy(
-            products.right_factor(p.numpy(), matrix.numpy(), None if residual is None else residual.numpy())
-        )
+            return super().right_factor(p, matrix)
+        return torch.from_numpy(products.right_factor(p.numpy(), matrix.numpy()))
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self._xp.host_kernels:
@@ -102,15 +98,6 @@ class TorchLinalg(Linalg):
         for part, product in self._products(p, q):
             x[part].sub_(product)
         return x
-
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        if self._xp.host_kernels:
-            self._xp.host_kernels.arrays.part_product(x, p, q, rest, taken)
-        elif not self._xp.on_host:
-            super().part_product(x, p, q, rest, taken)
-        else:
-            others = None if taken is None else (taken[0].numpy(), taken[1].numpy())
-            products.part_product(x.numpy(), p.numpy(), q.numpy(), rest.numpy(), others)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:
         values, vectors = torch.linalg.eigh(x)

@@ -1,15 +1,14 @@
-"""The memory of PyTorch tensors: a pool and an arena on the host."""
+"""The memory of PyTorch tensors: a pool on the host."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import sys
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,11 +35,6 @@ CPU = torch.device("cpu")
 
 def _octets(size: int) -> Any:
     return np.empty(size, np.uint8)
-
-
-def _sparse_octets(size: int) -> Any:
-    # Untouched pages take no memory here, whereas NumPy would request huge pages.
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Pool:
@@ -99,37 +93,6 @@ def _references(arrays: list[Any], place: int) -> int:
 FREE = _references([np.empty(1)], 0)
 """Reference count of an array held only by a list; it depends on the interpreter."""
 POOL = Pool()
-SPARSE = Pool(_sparse_octets)
-"""A pool for arrays that may stay partly unused."""
-
-
-class Arena(threading.local):
-    """A thread-local arena: memory allocated from front to back."""
-
-    memory: Array | None = None
-    size = used = 0
-
-    @contextmanager
-    def of(self, size: int) -> Iterator[None]:
-        self.size, self.used = size, 0
-        try:
-            yield
-        finally:
-            self.memory, self.size = None, 0
-
-    def next(self, shape: Sequence[int], dtype: torch.dtype) -> Array | None:
-        """The next array; None if it does not fit, or its elements would be misaligned."""
-        start, stop = self.used, self.used + math.prod(shape) * dtype.itemsize
-        if not self.size or stop > self.size or start % dtype.itemsize:
-            return None
-        if self.memory is None:
-            self.memory = SPARSE.empty((self.size,), torch.uint8)
-        self.used = stop
-        found = self.memory[start:stop].view(dtype)
-        return found if len(shape) == 1 else found.view(shape)
-
-
-ARENA = Arena()
 
 
 class TorchBuffers(Buffers):
@@ -140,14 +103,6 @@ class TorchBuffers(Buffers):
         if not self._xp.on_host:
             return torch.empty(shape, dtype=DTYPES[dtype], device=self._xp.device)
         return POOL.empty(shape, DTYPES[dtype])
-
-    def payload_arena(self, size: int) -> AbstractContextManager[None]:
-        return ARENA.of(size) if self._xp.on_host else nullcontext()
-
-    def empty_payload(self, shape: Any, dtype: str = "float32") -> Array:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        found = ARENA.next(shape, DTYPES[dtype]) if self._xp.on_host else None
-        return self.empty(shape, dtype) if found is None else found
 
     def concat_bytes(self, arrays: Sequence[Array]) -> Array:
         filled = [array for array in arrays if array.numel()]  # empty arrays have no address
@@ -164,6 +119,21 @@ class TorchBuffers(Buffers):
         return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
             storage, begin - storage.data_ptr(), (end - begin,)
         )
+
+    def parts(self, whole: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+        return torch._utils._unflatten_dense_tensors(whole, arrays)
+
+    def _elements(self, arrays: Sequence[Array]) -> int:
+        return sum(map(torch.Tensor.numel, arrays))
+
+    def write_all(self, outs: Sequence[Array], arrays: Sequence[Array]) -> None:
+        torch._foreach_copy_(list(outs), list(arrays))
+
+    def addresses(self, arrays: Sequence[Array]) -> list[int] | None:
+        for array in arrays:
+            if array.dtype != torch.float32 or not array.is_contiguous():
+                return None
+        return [array.data_ptr() for array in arrays]
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.data_ptr() == y.data_ptr()
@@ -184,6 +154,20 @@ class TorchBuffers(Buffers):
             out.fill_(x)
 
     # Messages are packed and unpacked per array: return arrays of the right form unchanged.
+    def fetch(self, flag: Array) -> Callable[[], bool]:
+        if not flag.is_cuda:
+            return super().fetch(flag)
+        found = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        found.copy_(flag, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> bool:
+            arrived.synchronize()
+            return bool(found)
+
+        return wait
+
     def to_bytes(self, x: Array) -> Array:
         return x if x.dtype == torch.uint8 and x.ndim == 1 else super().to_bytes(x)
 

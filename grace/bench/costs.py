@@ -149,12 +149,12 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
         others = others + 1  # evict the caches, as a step's other work does
         gradient = xp.buffers.copy(given[step % 2])
         transport.exchange("")  # all workers start together
-        waited, began = exchange.trace.totals["wait"], time.perf_counter()
+        waited, began = exchange.setup.trace.totals["wait"], time.perf_counter()
         job = exchange.start("tensor", gradient, spent=True)
         left = time.perf_counter()
         exchange.finish(job)
         ended = time.perf_counter()
-        found.append((left - began, ended - left - (exchange.trace.totals["wait"] - waited)))
+        found.append((left - began, ended - left - (exchange.setup.trace.totals["wait"] - waited)))
     before, after = zip(*found[WARM_UP:], strict=True)
     return statistics.median(before), statistics.median(after)
 

@@ -12,7 +12,7 @@ from typing import Any
 from grace.core import name_of
 from grace.core.method import Method
 from grace.core.registry import compressors
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
 from grace.factory import grace_from_params
 from grace.planner import models
 
@@ -22,8 +22,8 @@ SEVERAL = 4  # number of different gradients, so that error feedback sees new on
 SETTINGS = {"threshold": "threshold:threshold=0.0046"}
 """By method, the case to measure if the default does not suit these gradients: 1% of them exceed this threshold."""
 
-HOWS = ("native", "compiled", "plain")
-"""How to run a method: with native kernels, compiled by `torch.compile`, or with neither."""
+HOWS = ("native", "plain")
+"""How to run a method: with native kernels, or without."""
 BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
 DEVICES = {"cuda": "cuda"}
@@ -128,12 +128,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def method_of(params: dict[str, Any]) -> FastMethod:
+def method_of(params: dict[str, Any]) -> TensorCodec:
     """The compressor and memory for a dictionary of parameters, as the engine runs them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # timing a method without its memory is legitimate
         method = grace_from_params(params, "local").method
-    return FastMethod(method.compressor, method.memory)
+    return TensorCodec(method.compressor, method.memory)
 
 
 def form_of(method: Method) -> str:

@@ -25,8 +25,8 @@ from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Compressor, Context, State, as_program
-from grace.engine.accelerators import accelerator_of
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
+from grace.engine.codecs.table import compress
 from grace.memories.residual import Residual
 
 FORMAT = 1  # version of the JSON format
@@ -82,7 +82,7 @@ class Worker:
     """One worker's method with its state, on NumPy."""
 
     def __init__(self, compressor: Compressor, n: int, seed: int = 0):
-        self._method = FastMethod(compressor, Residual())
+        self._method = TensorCodec(compressor, Residual())
         self._ctx = Context(get_backend("numpy"), "model", (n,), seed=seed)
         self._state, self._step = self._method.init(self._ctx), 0
 
@@ -106,7 +106,7 @@ class Worker:
         """Number of elements sent from float32[n], without a memory."""
         compressor = self._method.compressor
         state: State = {k.removeprefix("compressor/"): v for k, v in self._state.items() if k.startswith("compressor/")}
-        payload, state = _driven(as_program(accelerator_of(compressor).compress(compressor, x, state, self._next())))
+        payload, state = _driven(as_program(compress(compressor, x, state, self._next())))
         self._state |= {f"compressor/{key}": value for key, value in state.items()}
         return len(payload[0])
 
@@ -370,7 +370,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
     # The compressor gets no state, so its number of stages is fixed.
-    return _call(xp, lambda x: _driven(as_program(accelerator_of(compressor).compress(compressor, x, {}, ctx)))[0])
+    return _call(xp, lambda x: _driven(as_program(compress(compressor, x, {}, ctx)))[0])
 
 
 def _call(xp: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -17,14 +17,11 @@ from grace.bench.plan import DEVICES, SCALE, SEVERAL, WORKERS, Case, Config, met
 from grace.core import Array, Combine, Context, Payload, State, as_program
 from grace.core.dtypes import ITEMSIZE
 from grace.core.method import Method
-from grace.engine.compiled import uncompiled
-from grace.engine.lazy_mean import DeferredResidual
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.engine.trace import Trace
-from grace.engine.workspace import Workspace, with_workspace
 from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
@@ -242,18 +239,14 @@ class Ours:
         xp = self.bench.xp
         if self._how == "native" and not xp.kernels:
             raise ValueError("native kernels are not built for this machine")
-        if self._how == "compiled":
-            reason = uncompiled([(self.method.compressor, self._context(part)) for part in self.parts], xp)
-            if reason:
-                raise ValueError(f"nothing to compile: {reason}")
 
     def _large(self, part: Part) -> bool:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
-    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS, log: Any = None) -> Context:
-        step = self._at(self.turn)
-        ctx = Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
-        return with_workspace(ctx, Workspace(log, compile=self._how == "compiled"))
+    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
+        how = "float32", rank, world_size, self._at(self.turn)
+        draws: Any = {} if self.bench.xp.mutable else None
+        return Context(self.bench.xp, part.name, part.shape, *how, lr=lambda: 0.1, _draws=draws)
 
     def _at(self, step: int) -> Any:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
@@ -317,11 +310,7 @@ class Ours:
         self.bench.refill(self.turn)
         self._results = []
         self._inputs = [
-            (
-                {key: cell.read() for key, cell in part.cells.items()},
-                self._context(part, log=[] if self.bench.xp.mutable else None),
-                self._heard(part),
-            )
+            ({key: cell.read() for key, cell in part.cells.items()}, self._context(part), self._heard(part))
             for part in self.parts
         ]
 
@@ -335,20 +324,17 @@ class Ours:
 
     def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
         return [
-            drive(as_program(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
+            drive(as_program(self.method.encode(part.of(x), state, ctx)), heard)
             for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
         ]
 
     def look(self) -> None:
         x = self.bench.x(self.turn)
         self._moves = [
-            (cell, cell.read(), state[key], self._spent(state[key], part.of(x)))
+            (cell, cell.read(), state[key], self.bench.xp.buffers.same_memory(state[key], part.of(x)))
             for part, (_, state) in zip(self.parts, self._results, strict=True)
             for key, cell in part.cells.items()
         ]
-
-    def _spent(self, new: Any, x: Array) -> bool:
-        return not isinstance(new, DeferredResidual) and self.bench.xp.buffers.same_memory(new, x)
 
     def commit(self) -> None:
         with self.bench.xp.buffers.streaming_writes(self.bench.n):  # as in `Grace.land`
@@ -376,7 +362,7 @@ class Ours:
             gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
             start += math.prod(shape)
         if self._step is None:
-            grace = grace_from_params({**self._params, "compile": self._how == "compiled"}, "local")
+            grace = grace_from_params(self._params, "local")
             grace.build(gradients)
             self._step = stepper(grace, self.mode)
         self._step(gradients)
@@ -397,8 +383,8 @@ class Ours:
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
     """All workers' payloads, or the agreed payload -> float32[n], their mean; written to ``out`` if given."""
-    found = method.mean(payloads, ctx, agreed=method.compressor.traits.combine is Combine.AGREED)
-    return found.array() if out is None else found.into(out)
+    found: Array = method.mean(payloads, ctx, agreed=method.compressor.traits.combine is Combine.AGREED).array(out)
+    return found
 
 
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
@@ -421,9 +407,7 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
     """Store new state as `Grace` does: copy arrays that are in the donated gradient's memory."""
     if new is old:
         return
-    if isinstance(new, DeferredResidual):
-        new.into(old)
-    elif spent:
+    if spent:
         xp.buffers.write(old, xp.choose(ok, new, old))
     else:
         cell.assign(xp.choose(ok, new, old))

@@ -62,9 +62,7 @@ def kernels(
     allocator: Annotated[str, typer.Option(help="malloc settings: default and tuned.")] = ",".join(plan.ALLOCATORS),
     tensors: Annotated[str, typer.Option(help="flat: one vector; resnet50: the tensors of ResNet-50.")] = "flat",
     native: Annotated[str, typer.Option("--kernels", help="Native kernels: on, off or on,off.")] = "on",
-    forms: Annotated[
-        str, typer.Option(help="Compare native, compiled and plain code in the same run; empty: the default.")
-    ] = "",
+    forms: Annotated[str, typer.Option(help="Compare native and plain code in the same run; empty: the default.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Maximum number of rounds; 0: 7 to 21, by size.")] = 0,
     budget: Annotated[
         float,

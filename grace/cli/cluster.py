@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import grace
 from grace.start import exchange
-from grace.transports.jobs import VARIABLES, detect
+from grace.transports.jobs import VARIABLES, detect, promised
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,8 @@ class Worker:
     grace: str
     python: str
     torch: str
+    promised: dict[str, int] = field(default_factory=dict)
+    """The numbers of workers that this worker's variables name."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,25 @@ def examine(environ: Mapping[str, str] = os.environ) -> Cluster:
         rank=transport.rank,
         size=transport.size,
         host=socket.gethostname(),
-        local_rank="" if job is None else str(job.local_rank),
+        local_rank="" if job is None else os.environ.get("LOCAL_RANK", ""),
         launcher="" if job is None else job.launcher,
         grace=grace.__version__,
         python=platform.python_version(),
         torch=str(getattr(sys.modules.get("torch"), "__version__", "")),
+        promised=promised(environ),
     )
     workers = [Worker(**json.loads(text)) for text in exchange(transport, json.dumps(asdict(me)))]
     return Cluster(variables, workers, compared(workers), transport.rank)
 
 
 def compared(workers: list[Worker]) -> list[str]:
-    """Differences between workers that would disturb a training."""
-    problems = []
+    """What would disturb a training: differences between workers, and workers that did not come."""
+    problems = [
+        f"{worker.size} of {count} workers came: {name}={count} on worker {worker.rank}"
+        for worker in workers
+        for name, count in worker.promised.items()
+        if count > worker.size
+    ][:1]
     for name in ("launcher", "grace", "python", "torch"):
         if len(values := {getattr(worker, name) for worker in workers}) > 1:
             problems.append(f"workers differ in {name}: {', '.join(sorted(map(repr, values)))}")
@@ -105,4 +113,4 @@ def render(found: Cluster, console: Console) -> None:
     for problem in found.problems:
         console.print(f"[red]{escape(problem)}[/]")
     if not found.problems:
-        console.print("All workers agree.")
+        console.print("All workers agree." if len(found.workers) > 1 else "This worker is alone, as its variables say.")

@@ -40,7 +40,7 @@ class Allreduce(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         compressor = method.compressor
         agreed = compressor.traits.combine is Combine.AGREED
-        payload, state = yield from method.encode(x, state, ctx, defer=agreed)
+        payload, state = yield from method.encode(x, state, ctx)
         if not agreed:
             payload = yield Reduce(payload, "sum" if compressor.traits.wire_sum else "mean")
             if type(compressor).reduced is not Compressor.reduced:

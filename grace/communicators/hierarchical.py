@@ -96,9 +96,7 @@ def _across(program: Program[T]) -> Program[T]:
             asked = program.send(answer)
         except StopIteration as stop:
             return stop.value
-        if asked is None:
-            answer = yield None
-        elif isinstance(asked, tuple):
+        if isinstance(asked, tuple):
             answer = yield tuple(replace(each, group="cross") for each in asked)
         else:
             answer = yield replace(asked, group="cross")

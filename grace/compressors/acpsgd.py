@@ -31,22 +31,16 @@ class ACPSGD(Agreed):
         return {"p": ctx.xp.transpose(self.directions(ctx, "p", a)), "q": self.directions(ctx, "q", b)}
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self.agree(x, state, ctx)
-
-    def agree(
-        self, x: Array, state: State, ctx: Context, residual: Array | None = None
-    ) -> Program[tuple[Payload, State]]:
-        """`compress` of x, or of x + ``residual``, if given; the sum overwrites x."""
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix, even = xp.reshape(x, (a, b)), ctx.step % 2 == 0
         if xp.traced:
             return (yield from self._either(matrix, state, ctx, even))
         if even:
             q = self._columns(state, ctx)
-            mine = xp.linalg.left_factor(matrix, q, residual)
+            mine = xp.linalg.left_factor(matrix, q)
         else:
             p = self._rows(state, ctx)
-            mine = xp.linalg.right_factor(p, matrix, residual)
+            mine = xp.linalg.right_factor(p, matrix)
         (mean,) = yield Reduce((mine,), "mean")
         pairs = (mean, q, mine, q) if even else (p, mean, p, mine)
         return pairs, {"p": pairs[0], "q": pairs[1]}

@@ -49,11 +49,7 @@ class ARCTopK(AgreedSparsifier):
         return Rows(Exact(self.compress_ratio), row_size=self.row_size)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self.agree(x, self._sketch(x, ctx), state, ctx)
-
-    def agree(self, x: Array, own: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        """`compress`, given this worker's sketch ``own``: float32[m, sketch_size], rows times sign vectors."""
-        xp, k = ctx.xp, self.count(ctx.size) // self.row_size
+        xp, own, k = ctx.xp, self._sketch(x, ctx), self.count(ctx.size) // self.row_size
         sound = xp.finite(xp.reshape(own, (-1,)))  # the sketch is finite only if x is: it sums all elements
         (sketch,) = yield Reduce((own,), "mean")
         # Squares relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
@@ -65,14 +61,11 @@ class ARCTopK(AgreedSparsifier):
         (values,) = yield Reduce((xp.where(sound, values, float("nan")),), "mean")
         return (values, chosen), state
 
-    def words(self, ctx: Context) -> Array:
-        """int32[sketch_size * row_size]: random words, equal on all workers, whose signs are the sign vectors."""
-        return ctx.shared_rng("signs").bits(self.sketch_size * self.row_size)
-
     def _sketch(self, x: Array, ctx: Context) -> Array:
-        # float32[m, sketch_size]: the products of each row with the sign vectors.
+        # float32[m, sketch_size]: the products of each row with the sign vectors, equal on all workers.
         xp, size, many = ctx.xp, self.row_size, self.sketch_size
-        signs = xp.reshape(xp.where(self.words(ctx) < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
+        words = ctx.shared_rng("signs").bits(many * size)
+        signs = xp.reshape(xp.where(words < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
         # Sums instead of a matrix product: equal on every toolkit and device, so ties resolve alike.
         parts = []
         for start, stop in spans(xp, ctx.size, size):

@@ -33,18 +33,12 @@ class GradZip(WarmStarted):
             raise ValueError(f"ridge={self.ridge!r} must be positive: it keeps the solves regular")
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self.agree(x, state, ctx)
-
-    def agree(
-        self, x: Array, state: State, ctx: Context, residual: Array | None = None
-    ) -> Program[tuple[Payload, State]]:
-        """`compress` of x, or of x + ``residual``, if given; the sum overwrites x."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
 
         def left(rows: Array) -> Array:
-            return xp.transpose(xp.linalg.left_factor(matrix, rows, residual))
+            return xp.transpose(xp.linalg.left_factor(matrix, rows))
 
         def right(rows: Array) -> Array:
             return xp.linalg.right_factor(xp.transpose(rows), matrix)

@@ -25,19 +25,12 @@ class PowerSGD(WarmStarted):
     """
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self.agree(x, state, ctx)
-
-    def agree(
-        self, x: Array, state: State, ctx: Context, residual: Array | None = None
-    ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, if given: x becomes the sum."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
-        # One matrix at a time, and the residual at once: stacked matrices save nothing on CPUs, and a residual computed
-        # later from P and Q costs a second product. Only directions count: unit scale keeps the products in range.
+        # Only directions count: unit scale keeps the products in range.
         q = self.revived(state["q"], ctx, "q")
-        (p,) = yield Reduce((xp.linalg.left_factor(matrix, q, residual),), "mean")
+        (p,) = yield Reduce((xp.linalg.left_factor(matrix, q),), "mean")
         p = xp.linalg.qr(p)
         # Pᵀ M rather than Mᵀ P: the same numbers without a strided pass over M.
         (q,) = yield Reduce((xp.linalg.right_factor(p, matrix),), "mean")

@@ -73,7 +73,10 @@ class RandomK(Sparsifier, Selector):
         return Shared(self)
 
     def positions(self, ctx: Context) -> Array:
-        """int32[k]: this step's positions."""
+        """int32[k]: this step's positions. A draw takes longer than a message."""
+        return ctx.once((type(self), self.compress_ratio, self.mode), lambda: self._drawn(ctx))
+
+    def _drawn(self, ctx: Context) -> Array:
         xp, n, stream = ctx.xp, ctx.size, ctx.shared_rng("positions")
         if self.mode == "fixed":
             return stream.sample(n, kept(self.compress_ratio, n))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grace.compressors.sparse import EXACT, LARGEST, Elements, Selector, Sparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
+from grace.core import Array, Context, Resize, State
 from grace.core.registry import register
 from grace.ops import distributions as tails
 
@@ -109,20 +109,13 @@ class SIDCo(Sparsifier, Selector):
     def elements(self) -> Elements:
         return Elements(self, self.index_coding)
 
-    def compress(
-        self, x: Array, state: State, ctx: Context, moments: Array | None = None
-    ) -> MaybeProgram[tuple[Payload, State]]:
-        """`Compressor.compress`. ``moments``: ``xp.excess`` of x and 0, if known; saves a pass."""
-        positions, state = self.choose(x, state, ctx, moments)
-        return (ctx.xp.take(x, positions), *self.elements.write(positions, ctx)), state
-
-    def choose(self, x: Array, state: State, ctx: Context, moments: Array | None = None) -> tuple[Array, State]:
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
         """float32[n] -> int32[K], the positions to send, ascending; and next state."""
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
         if self._exact(ctx.size):
             return xp.topk_abs(x, k), state
         stages = state["stages"] if state else xp.full(1, max(1, self.stages), "int32")
-        found = beyond(xp, x, self.threshold(xp, x, stages, moments))
+        found = beyond(xp, x, self.threshold(xp, x, stages))
         many = xp.lengths([found])
         if state:
             state = self._observed(xp, xp.cast(many, "float32") / float(k), state)
@@ -132,11 +125,8 @@ class SIDCo(Sparsifier, Selector):
         return n < LEAST or self.compress_ratio * n < FEWEST or kept(self.compress_ratio, n) == n
 
     # -- the threshold ----------------------------------------------------------------------------------------------
-    def threshold(self, xp: Any, x: Array, stages: Array, whole: Array | None = None) -> Array:
-        """float32[1]: the threshold after ``stages`` int32[1], with one pass over x for each stage, plus one for "gp".
-
-        ``whole``: ``xp.excess`` of x and 0, if known; saves a pass.
-        """
+    def threshold(self, xp: Any, x: Array, stages: Array) -> Array:
+        """float32[1]: the threshold after ``stages``, int32[1]. One pass over x for each stage, plus one for "gp"."""
         n = float(xp.shape(x)[0])
 
         def left(stage: Array, _: Array) -> Array:
@@ -146,7 +136,7 @@ class SIDCo(Sparsifier, Selector):
             tail = xp.excess(x, xp.cast(threshold, "float32"))
             return stage + 1, threshold + self._law(xp, tail, xp.maximum(tail[:1], 1.0), self.share(xp, stage, stages))
 
-        one, whole = xp.full(1, 1, "int32"), xp.excess(x, xp.zeros(1)) if whole is None else whole
+        one, whole = xp.full(1, 1, "int32"), xp.excess(x, xp.zeros(1))
         share = self.share(xp, one, stages)
         if self.sid == "gp":
             mean = whole[1:2] / n

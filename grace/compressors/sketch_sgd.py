@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grace.compressors.agreed import AgreedSparsifier
@@ -102,18 +101,11 @@ class SketchSGD(AgreedSparsifier):
         return found[self.rows // 2]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        hashes = self.hashes(ctx)
+        xp, k, hashes = ctx.xp, self.count(ctx.size), self.hashes(ctx)
         sums = self.sketch(x, hashes, ctx)
-        return self.agree(x, sums, lambda table: self.estimate(table, hashes, ctx), state, ctx)
-
-    def agree(
-        self, x: Array, sums: Array, estimate: Callable[[Array], Array], state: State, ctx: Context
-    ) -> Program[tuple[Payload, State]]:
-        """`compress`, given this worker's `sketch`, ``sums``, and a function from the mean table to its `estimate`."""
-        xp, k = ctx.xp, self.count(ctx.size)
         sound = xp.finite(sums)  # the sketch is finite only if x is: it sums all elements
         (table,) = yield Reduce((sums,), "mean")
-        candidates = xp.topk_abs(estimate(table), min(ctx.size, self.candidates * k))
+        candidates = xp.topk_abs(self.estimate(table, hashes, ctx), min(ctx.size, self.candidates * k))
         (values,) = yield Reduce((xp.where(sound, xp.take(x, candidates), float("nan")),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state

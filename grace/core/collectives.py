@@ -23,12 +23,13 @@ class Reduce:
     Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. Op "mean" is for floats; half-precision
     arrays are divided before the sum, which would overflow with many workers. For sums of integers, the caller must
     ensure that world_size times the largest magnitude fits the dtype. The length of a vector may change from step to
-    step, but must be equal on all workers.
+    step, but must be equal on all workers. ``donated``: the result may take the arrays' memory.
     """
 
     arrays: Arrays
     op: Literal["sum", "mean", "min", "max"] = "mean"
     group: Group = "world"
+    donated: bool = False
 
 
 @dataclass(frozen=True)

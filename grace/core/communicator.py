@@ -77,7 +77,7 @@ class Communicator(ABC):
         """Average x, float32[n], over all workers: returns the mean, bit-equal on all workers, and next state.
 
         A communicator that reduce-scatters returns float32[n / world_size]. x is donated. The mean may be a
-        `grace.core.method.Lazy` mean.
+        `grace.core.method.Undecoded` mean.
         """
 
 

@@ -19,7 +19,7 @@ class Compressor(ABC):
     """Turns a gradient into a payload and a payload back into a gradient.
 
     Subclasses are frozen dataclasses of hyper-parameters. ``x`` is always float32[n] with n = ``ctx.size``.
-    Only ``compress`` and ``decompress`` are required. Native kernels live elsewhere (`grace.engine.accelerators`).
+    Only ``compress`` and ``decompress`` are required. Native kernels live elsewhere (`grace.engine.codecs`).
     """
 
     @property

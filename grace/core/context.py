@@ -9,6 +9,8 @@ from typing import Any
 
 from grace.core.rng import Rng
 
+Array = Any
+
 
 @dataclass(frozen=True)
 class Context:
@@ -31,8 +33,8 @@ class Context:
     """Position of a chunk's first element in the flattened tensor; 0 for a whole tensor."""
     wire: str = "float32"
     """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
-    _workspace: Any = field(default=None, repr=False, compare=False)
-    """Private to the engine. Methods and memories never access it, and work without it."""
+    _draws: dict[Any, Array] | None = field(default=None, repr=False, compare=False)
+    """What `once` has drawn in this step; None: draw on each call."""
 
     @property
     def size(self) -> int:
@@ -46,6 +48,18 @@ class Context:
     def shared_rng(self, label: str) -> Rng:
         """As `rng`, but the same stream on all workers."""
         return Rng(self.xp, self.seed, label, self.name, self.step, 0, self.offset)
+
+    def once(self, label: Any, draw: Callable[[], Array]) -> Array:
+        """Return ``draw()``. If the engine keeps what a step draws, only the first call of a step draws.
+
+        For what encoding and decoding both draw. ``label`` must tell apart the draws of one tensor in a step.
+        """
+        if self._draws is None:
+            return draw()
+        key = label, self.name, self.offset, self.shape
+        if key not in self._draws:
+            self._draws[key] = draw()
+        return self._draws[key]
 
     def piece(self, start: int, size: int) -> Context:
         """The context of elements ``start .. start + size`` of the flattened tensor."""

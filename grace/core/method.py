@@ -66,11 +66,8 @@ class Method:
     def init(self, ctx: Context) -> State:
         return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
 
-    def encode(self, x: Array, state: State, ctx: Context, defer: bool = False) -> Program[tuple[Payload, State]]:
-        """Compensate, compress, update the memory. x is donated, and may become part of the next state.
-
-        ``defer``: an engine may return a residual that is only computed when the state is stored.
-        """
+    def encode(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        """Compensate, compress, update the memory. x is donated, and may become part of the next state."""
         memory, kept = scope(state, "memory"), scope(state, "compressor")
         x, memory = yield from as_program(self.memory.compensate(x, memory, ctx))
         payload, kept = yield from as_program(self.compressor.compress(x, kept, ctx))
@@ -90,12 +87,12 @@ class Method:
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:
         """float32[n]: the mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
 
-        An engine may return a `Lazy` mean.
+        An engine may return an `Undecoded` mean.
         """
         return self.compressor.decompress(payloads[0], ctx) if agreed else self.compressor.aggregate(payloads, ctx)
 
     def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
-        """As `mean`, for a program that needs the decoded array."""
+        """As `mean`, decoded: for a program that computes with it."""
         yield from ()
         return materialize(self.mean(payloads, ctx, agreed))
 
@@ -113,14 +110,14 @@ class Method:
         return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
 
-class Lazy(ABC):
+class Undecoded(ABC):
     """A mean that an engine has not decoded yet."""
 
     @abstractmethod
-    def array(self) -> Array:
-        """float32[n], decoded."""
+    def array(self, out: Array | None = None) -> Array:
+        """float32[n], decoded, in ``out`` if given."""
 
 
 def materialize(mean: Any) -> Array:
-    """A mean as float32[n], decoded if it is lazy."""
-    return mean.array() if isinstance(mean, Lazy) else mean
+    """A mean as float32[n], decoded if it is not yet."""
+    return mean.array() if isinstance(mean, Undecoded) else mean

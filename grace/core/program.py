@@ -9,9 +9,8 @@ from grace.core.collectives import Collective
 from grace.core.state import name_of
 
 T = TypeVar("T")
-Program = Generator[Collective | tuple[Collective, ...] | None, Any, T]
-"""A generator that yields collectives and is resumed with their results. The engine also yields None, to wait for
-kernels."""
+Program = Generator[Collective | tuple[Collective, ...], Any, T]
+"""A generator that yields collectives and is resumed with their results."""
 MaybeProgram = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 

@@ -77,8 +77,8 @@ def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 @lru_cache(4096)
-def _stem(seed: int, label: str, name: str) -> int:
-    # The part of a stream's hash that is the same at all steps.
+def stem(seed: int, label: str, name: str) -> int:
+    """The part of a stream's hash that is the same at all steps."""
     return fold(seed, fnv1a(label), fnv1a(name))
 
 
@@ -115,7 +115,7 @@ class Rng:
     def _keys(self, name: str) -> tuple[Any, Any]:
         seed, label, step, worker = self._stream
         known = isinstance(step, int) and isinstance(worker, int)
-        return (_known_keys if known else self._xp.random.keys)(_stem(seed, label, name), step, worker)
+        return (_known_keys if known else self._xp.random.keys)(stem(seed, label, name), step, worker)
 
     def bits(self, n: int) -> Any:
         """int32[n]: 32 random bits each."""

@@ -35,11 +35,6 @@ def unit(compressor: Compressor) -> int:
     return math.lcm(8, compressor.traits.block_size or 1)
 
 
-def piece(compressor: Compressor, xp: Any) -> int:
-    """Number of elements in a chunk that fits a cache; a multiple of `unit`."""
-    return span(xp, unit(compressor))
-
-
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
     """Bounds of a tensor's chunks; each fits a cache and is a multiple of `unit`, but the last may be shorter."""
     return spans(ctx.xp, ctx.size, unit(compressor))

@@ -16,17 +16,46 @@ class Transport(ABC):
     size: int = 1
     rooted: bool = True
     """Whether it supports messages to a single root."""
-    timeout: float = 600.0
-    """Seconds until a wait for other workers raises TimeoutError, where the library allows it."""
     elastic: bool = False
     """Whether workers may join a running job. If so, they exchange no messages before `grace.Grace.settle`."""
     lockstep: bool = False
     """Whether all workers share a process and run round by round, so that their steps never differ."""
 
+    contents: Callable[[str], str] = staticmethod(lambda message: "")
+    """Returns the names of a message's tensors, for errors; empty if unknown."""
+    _timeout: float | None = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds until a wait for other workers raises TimeoutError, where the library allows it.
+
+        Set to None: `usual_timeout`.
+        """
+        return self.usual_timeout if self._timeout is None else self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+
+    @property
+    def usual_timeout(self) -> float:
+        """The timeout if none is set, in seconds: that of the library's group of workers, or 600."""
+        return 600.0
+
+    def told(self, name: str) -> str:
+        """A message and its tensors, for errors."""
+        contents = self.contents(name)
+        return f"{name!r} ({contents})" if contents else repr(name)
+
     @property
     def node_size(self) -> int:
         """Number of workers on this machine, as launched."""
         return self.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine, as launched."""
+        return 0
 
     @property
     def splits(self) -> bool:

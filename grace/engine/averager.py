@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from grace.backends import Backend
-from grace.core import Array, Transport
-from grace.core.communicator import Communicator
-from grace.core.method import Method
+from grace.core import Array
 from grace.engine.exchange import Exchange
-from grace.engine.options import Options
-from grace.engine.policy_runner import Schedule
+from grace.engine.facts import Facts
+from grace.engine.ledger import Ledger
 from grace.engine.reporter import Reporter
 from grace.engine.setup import Setup
 
@@ -23,119 +20,31 @@ class Job(NamedTuple):
     name: str
 
 
-class Averager:
+class Averager(Facts):
     """Averages gradients step by step: each step exchanges them, and its new state is committed or rolled back."""
 
     def __init__(self, setup: Setup):
-        self._setup = setup
+        super().__init__(setup)
         self._reporter = Reporter(setup)
         self._exchange = Exchange(setup)
         self._means: dict[str, Array | None] = {}
-        self.provisional = False
-        """Whether the last exchange waits for `commit` or `rollback`."""
+        self._landed: list[str] = []  # tensors exchanged in this step so far
+        self._ledger = Ledger(setup, self._reporter)
+        self.settles: Callable[[], None] = _nothing
+        """Decides what the integration can tell now; called before the step, the state or the report is read."""
         self.paused = False
         """Whether a `no_sync` block is active."""
 
-    # -- settings ----------------------------------------------------------------------------------------------------
-    @property
-    def method(self) -> Method:
-        """The compressor with its memory, without changes by a policy."""
-        return self._setup.method
-
-    @property
-    def options(self) -> Options:
-        """The settings common to all methods."""
-        return self._setup.options
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator, resolved for the workers."""
-        return self._setup.communicator
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The running policy, if there is one."""
-        return self._setup.schedule
-
-    @property
-    def trace(self) -> Any:
-        """The timed events of steps; the integrations add their own."""
-        return self._setup.trace
-
-    @property
-    def track_missing(self) -> bool:
-        """Whether gradients may be absent (None) on some workers: costs 4 bytes per tensor and step."""
-        return self._setup.track_missing
-
-    @track_missing.setter
-    def track_missing(self, value: bool) -> None:
-        self._setup.track_missing = value
-
-    @property
-    def defer_commit(self) -> bool:
-        """Whether a step's state is provisional until `commit`; `rollback` restores the state before it.
-
-        For integrations that see whether the optimizer applies the means. Costs a copy of the state.
-        """
-        return self._setup.defer_commit
-
-    @defer_commit.setter
-    def defer_commit(self, value: bool) -> None:
-        self._setup.defer_commit = value
-
-    @property
-    def transposed(self) -> bool:
-        """Whether Keras's integration exchanges kernels transposed; see `choose_layout`."""
-        return self._setup.transposed
-
-    def choose_layout(self) -> bool:
-        """`transposed`, which the first call before there are tensors decides for the whole run.
-
-        It becomes that of a loaded state with arrays; without one, True if a method that may run is blockwise.
-        """
-        return self._setup.choose_layout()
-
-    @property
-    def learning_rate(self) -> Callable[[str], Any] | None:
-        """A function from a tensor's name to its learning rate, for memories that need it. The integrations set it."""
-        return self._setup.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Callable[[str], Any] | None) -> None:
-        self._setup.learning_rate = value
-
-    @property
-    def xp(self) -> Backend:
-        """The backend; known once `build` has seen a tensor."""
-        return self._setup.xp
-
-    @property
-    def transport(self) -> Transport:
-        """The transport. If none was given, the group of workers is looked up when this is first read.
-
-        Raises RuntimeError if the launcher asks for several workers and there is no group.
-        """
-        return self._setup.transport
-
-    @property
-    def rank(self) -> int:
-        return self._setup.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._setup.world_size
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, in the order in which they were built."""
-        return list(self._setup.table.tensors)
-
+    # -- exchange ----------------------------------------------------------------------------------------------------
     @property
     def started(self) -> set[str]:
         """Tensors with a submitted gradient in this step."""
         return set(self._exchange.gradients)
 
-    # -- exchange ----------------------------------------------------------------------------------------------------
+    def note(self, name: str, text: str) -> None:
+        """Add a remark on a tensor to the report."""
+        self._reporter.notes[name] = text
+
     def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
         """Submit a gradient. Its bucket is sent once it is complete and the buckets before it were sent.
 
@@ -143,13 +52,21 @@ class Averager:
         donated: if arrays are mutable, its memory may hold the mean, so do not read it again. Raises KeyError for an
         unknown name and RuntimeError for a second gradient before `finish`.
         """
+        self.start_all({name: gradient}, spent)
+        return Job(name)
+
+    def start_all(self, gradients: Mapping[str, Array | None], spent: bool = False) -> None:
+        """`start` several gradients."""
         if self.paused:
-            self._means[name] = gradient
-            return Job(name)
-        self._submit({name: gradient}, spent)
+            self._means.update(gradients)
+            return
+        self._submit(gradients, spent)
         with self._undone_on_error():
             self._exchange.launch_complete()
-        return Job(name)
+
+    def next_bucket(self) -> set[str]:
+        """The tensors of the next bucket to be sent whose gradients were not submitted."""
+        return self._exchange.next_bucket()
 
     def finish(self, job: Job) -> Array | None:
         """The mean of a gradient, in its shape and dtype. The first call ends the step.
@@ -171,6 +88,9 @@ class Averager:
         """The means of these gradients, in one exchange. Other tensors take no part."""
         if not gradients or self.paused:
             return dict(gradients)
+        return self.setup.xp.unconverted(self._step)(gradients)
+
+    def _step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
         self.launch(gradients)
         self.land()
         return {name: self._means.pop(name) for name in gradients}
@@ -185,11 +105,10 @@ class Averager:
             self._exchange.launch_names(gradients, together)
 
     def land(self, last: bool = True) -> None:
-        """Wait for all launched buckets, round by round, and commit the new state.
+        """Wait for all launched buckets, round by round, and keep the new state, undecided with `defer_commit`.
 
-        ``last``: False if more tensors of this step follow; else the step ends here, or with `defer_commit` at
-        `commit`. Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or
-        one of them gave up (`abort`).
+        ``last``: False if more of this step follows. Raises RuntimeError on all workers, and keeps the previous state,
+        if they are at different exchanges, decided differently, or one gave up (`abort`).
         """
         exchange = self._exchange
         with self._undone_on_error():
@@ -197,26 +116,36 @@ class Averager:
                 self._means = exchange.land()
             finally:
                 self._reporter.skipped += exchange.skipped
-                self._setup.attempt += 1
+                self.setup.attempt += 1
+                self.setup.exchanges += not self.setup.xp.tracing  # a worker may trace a graph more often
                 self._next_exchange()
-        self.provisional = True
-        if last and not self._setup.defer_commit:
-            self.commit()
+        self._landed += [name for name, mean in self._means.items() if mean is not None]
+        if not last:
+            return
+        landed, self._landed, self.setup.left = self._landed, [], self.setup.leaving
+        self._ledger.enter(landed)
 
     def advance(self) -> bool:
         """Advance every bucket by one round, in order. True when the exchange is complete."""
         return self._exchange.advance()
 
     def mean(self, name: str) -> Array | None:
-        """The mean of a gradient after `land`; can be taken once."""
-        return self._means.pop(name)
+        """The mean of a gradient after `land`, taken once; None if no worker had one, or if the tensor has left."""
+        return self._means.pop(name, None)
+
+    def means(self, names: Iterable[str]) -> list[Array | None]:
+        """The `mean` of several gradients."""
+        taken = self._means.pop
+        return [taken(name, None) for name in names]
 
     def abandon(self) -> None:
         """Drop an unfinished step: wait for the messages in flight, and discard means and state."""
+        landed, self._landed = self._landed, []
         try:
             self._exchange.abandon()
         finally:  # even if a message in flight is lost
             self._next_exchange()
+            self._ledger.fail(landed)
 
     def abort(self, reason: str) -> NoReturn:
         """Give up the current step: all workers raise RuntimeError with the reason, and keep the previous state.
@@ -225,8 +154,8 @@ class Averager:
         """
         self._exchange.failure = reason
         self.flush()
-        self._restore()
-        raise RuntimeError(f"worker {self.rank} gave up step {self._setup.step_number()}: {reason}")
+        self.discard()
+        raise RuntimeError(f"worker {self.rank} gave up step {self.setup.step_number()}: {reason}")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -241,16 +170,20 @@ class Averager:
         finally:
             self.paused = before
 
+    def leave(self, names: Iterable[str]) -> None:
+        """Leave these tensors, and no others, out of exchanges, once the next one shows that all workers do."""
+        if (left := frozenset(names)) != self.setup.leaving:
+            self.setup.windows.note(left ^ self.setup.leaving, "removed from its optimizer")
+            self.setup.leaving = left
+
     def _submit(self, gradients: Mapping[str, Array | None], spent: bool) -> None:
-        self._setup.settle()
-        for name, gradient in gradients.items():
-            self._exchange.check(name, gradient)
-        for name, gradient in gradients.items():
-            self._exchange.submit(name, gradient, spent)
+        self.setup.settle()
+        self._ledger.look_back()
+        self._exchange.submit(gradients, spent)
 
     def _next_exchange(self) -> None:
         self._exchange.drop()
-        self._exchange = Exchange(self._setup)
+        self._exchange, self.setup.by_hand = Exchange(self.setup), False
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
@@ -261,41 +194,49 @@ class Averager:
         except BaseException:
             if self._exchange is exchange:
                 self._next_exchange()
-            self._restore()
+            failed, self._landed = [*exchange.gradients, *self._landed], []
+            self._ledger.fail(failed)
             raise
 
     def _end_step(self, remedy: str) -> None:
-        # If the last exchange is still provisional, its means will not be applied any more: roll it back.
         if self._exchange.begun:
             raise RuntimeError(f"a step is under way: {remedy}")
-        self.rollback()
+        self.settles()
 
-    # -- commit ------------------------------------------------------------------------------------------------------
-    def commit(self) -> None:
-        """Confirm that the means were applied: count the step and keep its state. Needed only with `defer_commit`."""
-        setup = self._setup
-        setup.snapshot.release()
-        self.provisional = False
-        setup.attempt = 0
-        setup.step.assign(setup.step.read() + 1)
-        setup.trace.end_step()
-        self._reporter.step_passed()
+    def begin(self, by_hand: bool) -> None:
+        """Begin an exchange of gradients that were set by hand, or not: if workers differ in that, all raise."""
+        self.setup.by_hand = by_hand
 
-    def rollback(self, names: Iterable[str] | None = None) -> None:
-        """Restore the state before the exchange, since its means were discarded. Needed only with `defer_commit`.
+    # -- decisions ---------------------------------------------------------------------------------------------------
+    @property
+    def undecided(self) -> Set[str]:
+        """The tensors whose last exchange is neither committed nor discarded. Empty without `defer_commit`."""
+        return self.setup.windows.names
 
-        ``names``: restore only these tensors; the means of the step's other tensors will be applied.
+    @property
+    def provisional(self) -> bool:
+        """Whether an exchange is undecided."""
+        return bool(self.setup.windows)
+
+    def decide(self, applied: Iterable[str] = (), discarded: Iterable[str] = (), when: Any = None) -> None:
+        """Keep the new state of tensors whose means were applied, and restore that of tensors whose were discarded.
+
+        Tensors without an undecided exchange are ignored; those of one unit are applied together if one is. A window
+        counts as a step at its first applied tensor, and as discarded if none is. Nothing is sent. ``when``: a flag,
+        bool[], of a graph or a device: if it is false, the applied tensors are discarded, too.
         """
-        setup = self._setup
-        if not self.provisional:
-            return
-        if names is None:
-            self._restore()
-            self._reporter.discarded += 1
-            return
-        for unit in dict.fromkeys(setup.table.unit(name) for name in names):
-            setup.snapshot.restore(setup.xp, setup.cells(unit))
+        self._ledger.decide(applied, discarded, when)
 
-    def _restore(self) -> None:
-        self._setup.restore()
-        self.provisional = False
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """Confirm that means were applied: count the step and keep its state. ``names``: only of these tensors."""
+        self.decide(applied=self.undecided if names is None else names)
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Restore the state before an exchange whose means were not applied. ``names``: only of these tensors."""
+        self.decide(discarded=self.undecided if names is None else names)
+
+    rollback = discard
+
+
+def _nothing() -> None:
+    pass

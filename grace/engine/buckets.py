@@ -13,6 +13,9 @@ from grace.core.dtypes import ITEMSIZE
 
 FIRST_BUCKET_MB = 1.0  # small, so that the first message leaves early in the backward pass
 
+CHANGED = "If the model has changed, call grc.rebuild(model.named_parameters()), or make a new Grace"
+"""The remedy for tensors of another shape."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -45,6 +48,11 @@ class Unit:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.tensors[0].shape if len(self.tensors) == 1 else (sum(tensor.size for tensor in self.tensors),)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @cached_property
     def dtype(self) -> str:

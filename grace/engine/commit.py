@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.core import Array, Memory
 from grace.core.dtypes import ITEMSIZE
-from grace.core.method import materialize
+from grace.core.method import Undecoded, materialize
 from grace.engine.buckets import Unit
+from grace.engine.codecs import PendingMean, all_finite
+from grace.engine.flight import Flight
+from grace.engine.groups.book import Dense, Grouped
 from grace.engine.handshake import HEADER
-from grace.engine.lazy_mean import LazyMean, all_finite
-from grace.engine.scheduler import RoundScheduler
-from grace.engine.setup import PRESENT, Setup, on_host
+from grace.engine.setup import DENSE, JOINED, PRESENT, Setup, on_host
 
-DENSE = "(dense)"
-"""The name of the program that averages all dense units of a bucket."""
+NOT_FINITE = "the mean gradient of {!r} is not finite on any worker"
 
 
 class Commit:
     """Turns the results of one message into means and new state. Only this class commits state.
 
     The state is left unchanged if no worker had a gradient, or if the mean is not finite; the mean is equal on all
-    workers, so they all decide alike. ``flat``: each unit's gradient as a vector, whose memory the mean may take.
-    ``levels``: each unit's policy level. ``gradients``: the submitted gradients, by tensor.
+    workers, so they all decide alike. ``gradients``: the submitted gradients, by tensor.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        flight: RoundScheduler,
-        flat: Mapping[Unit, Array],
-        levels: Mapping[Unit, int],
-        gradients: Mapping[str, Array | None],
-    ):
-        self._setup, self._flight, self._flat, self._levels = setup, flight, flat, levels
+    def __init__(self, setup: Setup, flight: Flight, gradients: Mapping[str, Array | None]):
+        self._setup, self._flight, self._results = setup, flight, flight.scheduler.results
+        self._flat, self._levels = flight.flat, flight.levels
         self.skipped = 0
-        self._plain = {unit for unit in flat if setup.plain(unit, levels[unit])}
+        self._plain = flight.plain
         self._holders = self._count_holders(gradients)
         self._marks = self._marked_means()
         self._all_finite = self._look_at_marks()
@@ -45,47 +37,94 @@ class Commit:
     def means(self) -> dict[str, Array | None]:
         """The mean of each tensor; None if no worker had a gradient."""
         setup, xp = self._setup, self._setup.xp
-        dense = iter(self._flight.results.pop(DENSE, ()))
-        found: list[tuple[Unit, Array, Array | None]] = []
-        deferred = setup.deferred_kernels()
-        for unit, x in self._flat.items():
+        dense = iter(self._results.pop(DENSE, ()))
+        means: dict[str, Array | None] = {}
+        for each in self._flight.layout.groups:
+            means |= self._group_means(each)
+        if self._flight.layout.dense is not None:
+            means |= self._dense_means(self._flight.layout.dense)
+        for unit in self._flight.layout.rest:
+            x = self._flat[unit]
             if unit in self._plain:
                 mean, state = xp.cast(next(dense), unit.dtype), {}
             else:
-                mean, state = self._flight.results.pop(unit.name)
+                mean, state = self._results.pop(unit.name)
             if unit.dense and (setup.store.any(unit, 0) or self._finishes_dense):
                 memory, ctx = setup.method.memory, setup.context(unit, setup.step.read())
                 mean, state = memory.after_dense_mean(mean, setup.store.state(unit, 0), ctx)
-            ok, in_place = None, False
+            ok = None
             if self._judged(unit) and not self._absent(unit):
                 mean, ok = self._judge(unit, mean)
-                in_place = setup.store.commit(unit, self._levels[unit], state, ok, x)
-            setup.store.release(unit, ok)
+                setup.store.commit(unit, self._levels[unit], state, ok, x)
             # Decode only now that the state is committed: the new residual may have been in x, which receives the mean.
-            if in_place:
-                mean = x
-            elif isinstance(mean, LazyMean):
-                mean = mean.into(x, deferred) if xp.mutable else mean.array()
-            found.append((unit, mean, ok))
-        if deferred:
-            deferred.run()
-        means: dict[str, Array | None] = {}
-        for unit, mean, ok in found:
-            if setup.options.nonfinite == "zero" and ok is not None:
-                mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
-            means |= self._by_tensor(unit, mean)
+            if isinstance(mean, Undecoded):
+                mean = mean.array(x if xp.mutable else None)
+            means |= self._by_tensor(unit, self._zeroed(unit, mean, ok))
         return means
 
     def counts(self) -> dict[str, list[Any]]:
         """Number of bytes sent, bytes received and exchanges, by unit."""
         setup = self._setup
         sizes = {
-            unit.name: math.prod(unit.shape) * ITEMSIZE[setup.wire_dtype(unit, self._levels[unit])]
-            for unit in self._plain
+            unit.name: unit.size * ITEMSIZE[setup.wire_dtype(unit, self._levels[unit])] for unit in self._flight.plain
         }
-        asked = [(name, *rest) for name, *rest in self._flight.asked if name != DENSE]
-        units = [*(unit.name for unit in self._flat), *self._flight.results]
+        left_out = {DENSE, JOINED, *(each.name for each in self._flight.layout.groups)}
+        asked = [(name, *rest) for name, *rest in self._flight.scheduler.asked if name not in left_out]
+        units = [*(unit.name for unit in self._flight.layout.rest), *self._results]
         return setup.meter.count(units, asked, setup.transport.group_rank, sizes)
+
+    def _group_means(self, grouped: Grouped) -> dict[str, Array | None]:
+        # The means of a group's tensors, in the memory of their gradients.
+        setup, group, units = self._setup, grouped.group, grouped.units
+        landed, finite, ok = self._results.pop(grouped.name), None, None
+        if self._judged(units[0]):  # the units of a group have alike states
+            finite = ok = group.finite(landed)
+        if finite is not None:
+            self.skipped += finite.count(False)
+            if setup.options.nonfinite == "raise":
+                setup.xp.require(False, NOT_FINITE.format(units[finite.index(False)].name))
+        if self._holders:
+            held = [not self._absent(unit) for unit in units]
+            ok = held if finite is None else [one and other for one, other in zip(held, finite, strict=True)]
+        if setup.store.carries:
+            for number, unit in enumerate(units):
+                setup.store.commit_carried(unit, ok is None or ok[number], self._flat[unit])
+        vectors = [self._flat[unit] for unit in units]
+        group.finish(landed, grouped.addresses(setup.xp, self._flat), ok)
+        setup.meter.repeat(grouped.counts)
+        if grouped.names and finite is None and not self._holders:
+            return self._shaped(grouped.names, vectors, [unit.shape for unit in units])
+        means: dict[str, Array | None] = {}
+        for number, unit in enumerate(units):
+            x = setup.xp.reshape(vectors[number], (-1,))
+            means |= self._by_tensor(unit, self._zeroed(unit, x, None if finite is None else finite[number]))
+        return means
+
+    def _dense_means(self, dense: Dense) -> dict[str, Array | None]:
+        # The means of uncompressed tensors, as parts of the vector in which they travelled.
+        xp, mean = self._setup.xp, self._results.pop(JOINED)
+        parts = xp.buffers.parts(mean, [self._flat[unit] for unit in dense.units])
+        self._setup.meter.repeat(dense.counts)
+        if self._setup.options.nonfinite == "poison" and not self._holders:
+            shapes = [unit.shape for unit in dense.units]
+            return self._shaped(dense.names, parts, shapes)
+        means: dict[str, Array | None] = {}
+        for unit, part in zip(dense.units, parts, strict=True):
+            part, ok = (part, None) if self._absent(unit) or not self._judged(unit) else self._judge(unit, part)
+            means |= self._by_tensor(unit, self._zeroed(unit, part, ok))
+        return means
+
+    def _shaped(self, names: Sequence[str], means: Sequence[Array], shapes: Sequence[Any]) -> dict[str, Array | None]:
+        # The means of tensors in their own shapes, which most of them have already.
+        reshape, found = self._setup.xp.reshape, zip(names, means, shapes, strict=True)
+        return {name: mean if mean.shape == shape else reshape(mean, shape) for name, mean, shape in found}
+
+    def _zeroed(self, unit: Unit, mean: Array, ok: Array | None) -> Array:
+        # Zeros in place of a mean that is not finite, if `nonfinite` says so.
+        if self._setup.options.nonfinite != "zero" or ok is None:
+            return mean
+        xp = self._setup.xp
+        return xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
 
     def _by_tensor(self, unit: Unit, mean: Array) -> dict[str, Array | None]:
         setup, xp, scattered = self._setup, self._setup.xp, self._setup.communicator.reduce_scatters
@@ -103,7 +142,7 @@ class Commit:
 
     # -- finite means --------------------------------------------------------------------------------------------------
     def _judge(self, unit: Unit, mean: Any) -> tuple[Any, Array]:
-        # Returns the mean and whether it is finite, bool[]. Decodes a lazy mean only if its payloads do not show that.
+        # Returns the mean and whether it is finite, bool[]. Decodes a mean only if its payloads do not show that.
         setup, xp = self._setup, self._setup.xp
         seen = self._marks.get(unit)
         if seen is None:
@@ -114,7 +153,7 @@ class Commit:
         if not xp.traced and on_host(ok) and not ok:
             self.skipped += 1
         if setup.options.nonfinite == "raise":
-            xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
+            xp.require(ok, NOT_FINITE.format(unit.name))
         return mean, ok
 
     def _judged(self, unit: Unit) -> bool:
@@ -126,12 +165,12 @@ class Commit:
         # skip the check: workers could not decide alike.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
-    def _marked_means(self) -> dict[Unit, LazyMean]:
-        # Lazy means whose payloads show whether they are finite.
+    def _marked_means(self) -> dict[Unit, PendingMean]:
+        # Means whose payloads show whether they are finite.
         found = {}
-        for unit in self._flat:
-            mean = None if unit in self._plain else self._flight.results[unit.name][0]
-            if isinstance(mean, LazyMean) and mean.marked and self._judged(unit) and not self._narrow(unit):
+        for unit in self._flight.layout.rest:
+            mean = None if unit in self._plain else self._results[unit.name][0]
+            if isinstance(mean, PendingMean) and mean.marked and self._judged(unit) and not self._narrow(unit):
                 found[unit] = mean
         return found
 
@@ -156,6 +195,6 @@ class Commit:
         missing = [name for name in names if gradients.get(name) is None]
         if not missing or not self._setup.track_missing:
             return {}
-        sums = self._setup.xp.to_numpy(self._flight.results[PRESENT]).tolist()
+        sums = self._setup.xp.to_numpy(self._results[PRESENT]).tolist()
         found = dict(zip(names, sums[HEADER if self._setup.tagged else 0 :], strict=True))
         return {name: found[name] for name in missing}

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.core import Transport
 from grace.engine.buckets import Tensor
@@ -50,24 +50,42 @@ def _difference(first: Any, other: Any) -> str:
     return "their settings"
 
 
-HEADER = 3
+class Place(NamedTuple):
+    """Where a worker is when it exchanges."""
+
+    step: int
+    attempt: int
+    """Number of exchanges since the last step."""
+    exchange: int
+    """Number of exchanges since the workers agreed on their tensors."""
+    by_hand: bool
+    """Whether the gradients were set by hand."""
+    digest: int
+    """`Windows.digest`."""
+    decided: dict[str, str]
+    """The decisions since the last exchange, by tensor."""
+
+
+HEADER = 5
 """Length of an exchange's float32 header, which is summed over the workers."""
 
 
-def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
-    """A tag of this worker's step and exchange, the tag's square, and a flag that the worker gave up.
+def header(place: Place, failed: bool, workers: int) -> list[float]:
+    """Two tags of this worker, of its exchange and of its decisions, the tags' squares, and a flag that it gave up.
 
     The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No tag is
     0, which Horovod adds for a worker that has called hvd.join().
     """
-    tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
-    return [float(tag), float(tag * tag), float(failed)]
+    limit = min(2039, math.isqrt(2**24 // workers)) - 1
+    exchange = 1 + (2 * place.exchange + place.by_hand) % limit
+    decisions = 1 + place.digest % limit
+    return [float(each) for each in (exchange, exchange**2, decisions, decisions**2, failed)]
 
 
 def in_step(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers are at the same step and none gave up, given the sums of their headers."""
-    tags, squares, failed = (round(each) for each in sums)
-    return failed == 0 and workers * squares == tags * tags
+    """Whether all workers are at one exchange, decided alike and none gave up, given the sums of their headers."""
+    exchange, squares, decisions, more_squares, failed = (round(each) for each in sums)
+    return failed == 0 and workers * squares == exchange**2 and workers * more_squares == decisions**2
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
@@ -83,18 +101,29 @@ class OutOfStep(RuntimeError):
     """Whether all workers gave up the step: then only this exchange is lost."""
 
 
-def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
+def out_of_step(transport: Transport, place: Place, failure: str, sums: Sequence[float]) -> OutOfStep:
     """Ask all workers for their step; returns the error that each of them raises."""
-    if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
+    if joined(sums, header(place, bool(failure), transport.size), transport.size):
         return OutOfStep(JOINED)  # workers that called hvd.join() do not answer
-    texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
-    if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
+    found = [json.loads(text) for text in transport.exchange(json.dumps([place._asdict(), failure]))]
+    places = [Place(**each) for each, _ in found]
+    if failures := [f"worker {n} gave up step {places[n].step}: {why}" for n, (_, why) in enumerate(found) if why]:
         error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")
-        error.everyone = len(failures) == len(texts)
+        error.everyone = len(failures) == len(found)
         return error
-    places = "; ".join(f"worker {rank}: step {at}, exchange {which}" for rank, (at, which, _) in enumerate(texts))
+    kinds = ("", " of gradients set by hand")
+    shown = [f"worker {n}: step {at.step}, exchange {at.attempt}{kinds[at.by_hand]}" for n, at in enumerate(places)]
     return OutOfStep(
-        f"the workers are out of step ({places}), so that this exchange would average gradients of different batches. "
-        "One of them made a backward pass that the others did not make, or skipped one: keep such passes inside "
-        "`with optimizer.no_sync()`, and step on all workers or on none"
+        f"the workers are out of step ({'; '.join(shown)}), so that this exchange would average gradients of different "
+        f"batches. {_decided(places)}One of them made a backward pass that the others did not make, or skipped "
+        "one: keep such passes inside `with optimizer.no_sync()`, and step on all workers or on none"
     )
+
+
+def _decided(places: Sequence[Place]) -> str:
+    # The first tensor whose last exchange the workers decided differently.
+    for name in sorted({name for place in places for name in place.decided}):
+        found = [place.decided.get(name, "undecided") for place in places]
+        if len(set(found)) > 1:
+            return f"The means of {name!r} were {', '.join(f'{how} on worker {n}' for n, how in enumerate(found))}. "
+    return ""

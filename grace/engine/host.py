@@ -10,7 +10,6 @@ from typing import Any
 from grace.backends.base import HOSTED
 from grace.core import Array, Compressor, Context, Memory, Payload, State, run_local
 from grace.core.sharding import template
-from grace.engine.workspace import Workspace
 
 
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
@@ -63,5 +62,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, with its own workspace, since a graph's context outlives a step."""
-    return replace(ctx, xp=host, step=int(step), _workspace=Workspace())
+    """The context for the host's backend, which keeps no draws, since a graph's context outlives a step."""
+    return replace(ctx, xp=host, step=int(step), _draws=None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from grace.core import Context, Transport, name_of, sharding
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
 from grace.engine.options import Options
 from grace.transports.local import LocalTransport, World
 
@@ -17,7 +17,7 @@ class Way(NamedTuple):
     """A tensor's method and communicator at one policy level; without a policy there is one level."""
 
     method: Method
-    encoder: FastMethod
+    encoder: TensorCodec
     """The fast version of the method."""
     communicator: Communicator
     dense: bool
@@ -63,7 +63,7 @@ class Ways(list[Way]):
                     f"not {options.fuse!r}"
                 )
             parts = (method.compressor, method.memory, fitted)
-            encoder = FastMethod(method.compressor, method.memory)
+            encoder = TensorCodec(method.compressor, method.memory)
             plain = [name_of(part) for part in parts] == ["none", "none", "allreduce"]
             choice = communicator.choice(method, carrier)
             ways.append(Way(method, encoder, fitted, plain, residual_layout(method, fitted), choice))

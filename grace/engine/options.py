@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from grace.core.fields import checked
+
 
 @dataclass(frozen=True)
 class Options:
@@ -22,13 +24,14 @@ class Options:
     worker's loss scaler sees it), "zero" returns zeros, "raise" raises FloatingPointError on all workers.
     """
     seed: int = 0
-    """Seed of all random numbers. Must be equal on all workers."""
+    """Seed of all random numbers, together with step, worker and the tensor's name: runs that name tensors differently
+    draw different numbers. Must be equal on all workers."""
     compile: bool = False
-    """Compile blockwise methods with `torch.compile`, for PyTorch CPU tensors without a native kernel. Results are the
-    same. If something cannot be compiled, it runs uncompiled, and a warning says so."""
-    timeout: float = 600.0
-    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): forever. NCCL, and
-    Horovod inside TensorFlow graphs, have their own time limits."""
+    """Without effect, and warned about: it once compiled blockwise methods with `torch.compile`."""
+    timeout: float | None = None
+    """Seconds that a worker waits for the others in GRACE's exchanges before it raises TimeoutError; float("inf"):
+    forever. None: the timeout of the process group (torch.distributed), or 600 s (Horovod). NCCL, and Horovod inside
+    TensorFlow graphs, have their own time limits."""
     record: str = ""
     """A file to which worker 0 appends the `Grace.report` data every ``record_every`` steps, for `grace report`; empty:
     no record."""
@@ -48,7 +51,7 @@ class Options:
             raise ValueError(f"min_numel={self.min_numel!r} must be 0 or more")
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
-        if not self.timeout > 0:
+        if self.timeout is not None and not checked("timeout", self.timeout, 600.0) > 0:
             raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
         if self.trace < 0:
             raise ValueError(f"trace={self.trace!r} must be 0 or more, in steps")

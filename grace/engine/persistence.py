@@ -92,6 +92,28 @@ def _under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]
     return tuple(renamed(state, units) for state in states)
 
 
+class OthersState(ValueError):
+    """The state is another worker's."""
+
+
+def agreed(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
+    """`checked`, but all workers raise if one does. Every worker must make this call.
+
+    Before there are tensors, workers cannot exchange messages: another worker's state is then no error yet.
+    """
+    together = setup.world_size > 1 and not setup.transport.lockstep and not setup.transport.elastic
+    try:
+        found, problem = checked(setup, states, lost), ""
+    except ValueError as error:
+        if not together or not (setup.bound or isinstance(error, OthersState)):
+            raise
+        found, problem = Checked(tuple(states), [], states[0]["step"]), str(error)
+    for rank, text in enumerate(setup.transport.exchange(problem) if together and setup.bound else ()):
+        if text:
+            raise ValueError(problem or f"worker {rank} cannot load its state: {text}")
+    return found
+
+
 def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
     """The data that `load` needs from these states; raises as `Grace.load_state_dict`."""
     given = states = _under_own_names(setup, states)
@@ -108,9 +130,10 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
     moved = lost or whose != [(setup.rank, setup.world_size)]
     if moved:
         if len(states) == 1 and whose[0][1] != 1 and not lost:
-            raise ValueError(
+            raise OthersState(
                 f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {setup.rank} of "
-                f"{setup.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
+                f"{setup.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers (for "
+                "trainers that save one file for all workers: grace.torch.GatheredState(grc))"
             )
         if setup.communicator.reduce_scatters:
             raise ValueError(

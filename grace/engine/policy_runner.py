@@ -105,7 +105,7 @@ class Schedule:
 
         ``measured``: whether the step's noise is measured.
         """
-        sums = [self._sums[name]] if self.watching and name in self._sums else []
+        sums = [self._sums[name]] if (self.watching or self._xp.tracing) and name in self._sums else []
         return [*sums, *self.probe.cells(name)] if self.probe is not None and measured else sums
 
     def feeds_back(self, name: str) -> Any:

@@ -57,7 +57,7 @@ class Report:
     skipped: int = 0
     """Count of non-finite tensor means, each of which left the tensor's state unchanged (0 inside graphs)."""
     discarded: int = 0
-    """Exchanges whose means no optimizer applied: their state was rolled back, but their bytes count."""
+    """Exchanges whose means were not applied: their state was rolled back, but their bytes count (0 inside graphs)."""
     trials: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds of a step, by tried method."""
     noise: dict[str, float] = field(default_factory=dict)

@@ -29,6 +29,7 @@ class Reporter:
         self.skipped = 0
         self.discarded = 0
         self._recorder: Recorder | None = None
+        self._not_finite: set[str] = set()  # metrics of which a warning has told
         self._weighed = False  # whether the traffic was compared with that of a dense allreduce
         if setup.given_transport is not None:
             self.open_record()
@@ -139,7 +140,12 @@ class Reporter:
         if numbers and not self._setup.bound:
             raise RuntimeError("there are no tensors yet: record metrics after the first step, or call build first")
         if self._recorder is not None and self._recorder.begun:
-            self._recorder.write(self.report(), self._setup.step_number(), numbers)
+            step = self._setup.step_number()
+            self._recorder.write(self.report(), step, numbers)
+            if bad := {name for name, value in numbers.items() if value is None} - self._not_finite:
+                self._not_finite |= bad
+                names = ", ".join(map(repr, sorted(bad)))
+                warnings.warn(f"not finite at step {step}, and null in the record: {names}", stacklevel=3)
 
     def step_passed(self) -> None:
         """Write a line of the record if one is due.

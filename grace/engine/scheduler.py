@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grace.backends.base import Backend
-from grace.backends.deferred import DeferredKernels
 from grace.core import Program, Transport
 from grace.core.collectives import Collective
 from grace.engine.trace import Trace
-
-PAUSE = False, None
-"""The outcome of a program that yielded None, to wait for deferred kernels: not returned, no request."""
 
 
 class WorkerPool:
@@ -35,14 +30,22 @@ class WorkerPool:
         return self._pool.submit(quietly)
 
 
+def pool_of(units: Iterable[Any], ways: Iterable[Any], xp: Backend) -> WorkerPool | None:
+    """A pool for the units whose strategies compress on the CPU; None if there are none, or if a graph does it."""
+    if xp.traced:
+        return None
+    ways = list(ways)
+    threads = {unit.name: max(way.communicator.threads(unit.name) for way in ways) for unit in units}
+    most = max(threads.values(), default=0)
+    return WorkerPool(most, {name for name, count in threads.items() if count}, xp) if most else None
+
+
 class RoundScheduler:
     """Runs the programs of several units in lockstep: all collectives of a round travel as one message.
 
-    ``room``: returns the context manager in which programs allocate the arrays of one message. ``offload``: runs some
-    of the programs on a thread pool. Then the first message may be delayed: `depart` or `advance` sends it, after the
-    message of ``before``, the scheduler created before this one, so that all workers send in one order. ``deferred``:
-    the deferred kernels of all programs outside the pool. They run once each of these programs has requested
-    collectives, returned, or paused.
+    ``offload``: runs some of the programs on a thread pool. Then the first message may be delayed: `depart` or
+    `advance` sends it, after the message of ``before``, the scheduler created before this one, so that all workers
+    send in one order.
     """
 
     def __init__(
@@ -53,14 +56,12 @@ class RoundScheduler:
         trace: Trace,
         offload: WorkerPool | None = None,
         before: RoundScheduler | None = None,
-        room: Callable[[], AbstractContextManager[None]] = nullcontext,
-        deferred: DeferredKernels | None = None,
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
         """Each collective that was requested, as (unit, collective, result)."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
-        self._offload, self._before, self._room, self._deferred = offload, before, room, deferred
+        self._offload, self._before = offload, before
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
@@ -132,15 +133,10 @@ class RoundScheduler:
             elsewhere = [unit for unit in answers if unit in self._offload.units]
             for unit in elsewhere:
                 self._steps[unit] = self._offload.submit(self._beside, unit, answers[unit])
-        with self._trace.span("compress", f"{self.name}.{self._round}"), self._room():
+        with self._trace.span("compress", f"{self.name}.{self._round}"):
             for unit, answer in answers.items():
                 if unit not in elsewhere:
                     self._steps[unit] = self._step(unit, answer)
-            while self._deferred:
-                self._deferred.run()
-                for unit, step in self._steps.items():
-                    if step == PAUSE:
-                        self._steps[unit] = self._step(unit, None)
             if not elsewhere and self._before is None:
                 self._send()
 

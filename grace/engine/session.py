@@ -15,7 +15,7 @@ from grace.core.method import Method
 from grace.core.policy import Decision, Policy
 from grace.engine import persistence
 from grace.engine.averager import Averager
-from grace.engine.buckets import Tensor
+from grace.engine.buckets import CHANGED, Tensor
 from grace.engine.options import Options
 from grace.engine.report import Report, TensorReport
 from grace.engine.reshard import sizes_of
@@ -73,7 +73,7 @@ class Grace(Averager):
 
     def __deepcopy__(self, memo: Any) -> Grace:
         """A Grace with the same settings, workers and state, but its own tensors and counts."""
-        setup = self._setup
+        setup = self.setup
         copy = Grace(setup.method, setup.unresolved, setup.given_transport, setup.options, setup.policy)
         if setup.bound:
             copy.load_state_dict(self.state_dict())
@@ -81,12 +81,12 @@ class Grace(Averager):
 
     def __reduce__(self) -> Any:
         # Pickle the settings only: each worker saves its own state (`state_dict`), and the loader finds its own group.
-        setup = self._setup
+        setup = self.setup
         return Grace, (setup.method, setup.unresolved, None, setup.options, setup.policy)
 
     def __repr__(self) -> str:
         # Do not read `transport`: it would look up the group of workers.
-        setup, transport = self._setup, self._setup.given_transport
+        setup, transport = self.setup, self.setup.given_transport
         communicator = setup.unresolved if transport is None else setup.communicator
         compressor, memory = setup.method.compressor, setup.method.memory
         parts = [_shown(compressor, all_fields=True), _shown(memory), name_of(communicator)]
@@ -101,7 +101,7 @@ class Grace(Averager):
         A second call adds new tensors. If the workers' tensors or settings differ, every worker raises an error that
         names the difference; if workers may join a running job (Horovod's elastic launches), `settle` does so instead.
         """
-        setup, new = self._setup, {}
+        setup, new = self.setup, {}
         named = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         for name, array in named:
             xp = backend_of(array)
@@ -115,15 +115,17 @@ class Grace(Averager):
             tensor = Tensor(name, xp.shape(array), xp.dtype(array))
             _check(tensor, setup)
             if name in new or setup.table.tensors.get(name, tensor) != tensor:
-                raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
+                raise ValueError(
+                    f"two tensors are named {name!r}: names must be unique, and shapes must not change. {CHANGED}"
+                )
             if name not in setup.table.tensors:
                 new[name] = tensor
         if new:
             self._add(new)
 
     def _add(self, new: Mapping[str, Tensor]) -> None:
-        self._setup.loaded_step = self.steps if self._waiting else None
-        self._setup.add(new)
+        self.setup.loaded_step = self.steps if self._waiting else None
+        self.setup.add(new)
         if self._waiting:
             self.load_state_dict(*self._waiting, lost=self._lost)
         self._reporter.begin_record()
@@ -131,11 +133,10 @@ class Grace(Averager):
     def settle(self) -> None:
         """Compare tensors with the other workers, and create the groups of workers.
 
-        Needed if workers may join a running job, since `build` then exchanges no messages. The first gradient triggers
-        it, and `grace.elastic` calls it when all workers meet. Before a graph, call it explicitly. Raises as `build`
-        does.
+        Needed before a graph if workers may join a running job, since `build` then exchanges no messages; else the
+        first gradient triggers it. Raises as `build` does.
         """
-        self._setup.settle()
+        self.setup.settle()
 
     def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         """Replace the tensors, as after a change of the model. Call it between two steps.
@@ -144,7 +145,8 @@ class Grace(Averager):
         does.
         """
         self._end_step("finish it before the tensors change")
-        setup, named = self._setup, dict(named_tensors)
+        self.discard()
+        setup, named = self.setup, dict(named_tensors)
         recording = self._reporter.recording
         if recording:
             self.record()  # before the counts are reset
@@ -155,7 +157,8 @@ class Grace(Averager):
         if setup.schedule is not None:
             setup.schedule.forget(unit.name for unit in units if unit not in same)
         setup.table.clear()
-        setup.snapshot = Snapshot()
+        setup.snapshot = Snapshot(setup.store)
+        setup.groups.clear()
         self._means = {}
         self._reporter.begin_anew()
         self.build(named)
@@ -173,19 +176,19 @@ class Grace(Averager):
         states this worker keeps its own state and rank. Every worker must make this call, including new ones. Raises as
         `build` and `load_state_dict` do, in which case nothing has changed.
         """
-        own, setup = () if states else (self.state_dict(),), self._setup
+        own, setup = () if states else (self.state_dict(),), self.setup
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # already issued when this object was made
             new = Grace(setup.method, setup.unresolved, get_transport(transport), setup.options, setup.policy)
-        for key in ("learning_rate", "track_missing", "defer_commit", "transposed", "trace"):
-            setattr(new._setup, key, getattr(setup, key))
+        for key in ("learning_rate", "track_missing", "defer_commit", "keeps_base", "transposed", "trace"):
+            setattr(new.setup, key, getattr(setup, key))
         new._reporter.notes, new._reporter.parameters = self._reporter.notes, self._reporter.parameters
         if setup.bound:
-            new._setup.bind(setup.xp)
+            new.setup.bind(setup.xp)
             new._add(setup.table.tensors)
         new.load_state_dict(*(states or own), lost=bool(states))
-        new._reporter.first_step = new._setup.step_number()
-        new.bindings = self.bindings
+        new._reporter.first_step = new.setup.step_number()
+        new.bindings, new.settles = self.bindings, self.settles
         vars(self).update(vars(new))
 
     # -- policy ------------------------------------------------------------------------------------------------------
@@ -197,12 +200,13 @@ class Grace(Averager):
     @property
     def steps(self) -> int:
         """Number of steps in total, across resumed runs; `Report.steps` counts those of this object."""
-        return int(self._waiting[0]["step"]) if self._waiting else self._setup.step_number()
+        self.settles()
+        return int(self._waiting[0]["step"]) if self._waiting else self.setup.step_number()
 
     @property
     def steps_this_epoch(self) -> int:
         """Number of exchanges since `end_epoch`."""
-        return self._setup.step_number() - (0 if self.schedule is None else self.schedule.step)
+        return self.setup.step_number() - (0 if self.schedule is None else self.schedule.step)
 
     def end_epoch(self, lr: float | None = None, next_lr: float | None = None) -> Decision:
         """End an epoch: let the policy make its next decision. Every worker must call this.
@@ -220,8 +224,8 @@ class Grace(Averager):
         """`end_epoch` for several workers in one process: call ``advance()`` on each in turn until all return True."""
         self._end_step("finish it before the epoch ends")
         if self.schedule is None:
-            return RoundScheduler("policy", {}, self.transport, self.trace)
-        return self._decided(self.schedule.on_epoch_end(lr, next_lr, self._setup.step_number(), self.rank))
+            return RoundScheduler("policy", {}, self.transport, self.setup.trace)
+        return self._decided(self.schedule.on_epoch_end(lr, next_lr, self.setup.step_number(), self.rank))
 
     @property
     def trying(self) -> bool:
@@ -245,7 +249,7 @@ class Grace(Averager):
         None if there is no decision to make, on all workers alike.
         """
         self._end_step("finish it before the policy is told of it")
-        schedule, setup = self.schedule, self._setup
+        schedule, setup = self.schedule, self.setup
         if schedule is None or setup.step is None or not self.trying:
             return None
         step = setup.step_number()
@@ -258,10 +262,12 @@ class Grace(Averager):
         def program() -> Program[None]:
             self._reporter.record()  # so that no line of the record spans a change of level
             before = dict(self.decision.levels)
+            units = self.setup.table.by_name()
             for name in (yield from decision):
-                self._setup.switch_level(name, before[name])
+                self.discard(tensor.name for tensor in units[name].tensors)  # undecided state is of the old level
+                self.setup.switch_level(name, before[name])
 
-        return RoundScheduler("policy", {"policy": program()}, self.transport, self.trace)
+        return RoundScheduler("policy", {"policy": program()}, self.transport, self.setup.trace)
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -275,49 +281,42 @@ class Grace(Averager):
             if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
                 raise RuntimeError("build has yet to distribute the loaded states of other workers: run a step first")
             return dict(state)
-        return persistence.export(self._setup)
+        self.settles()
+        return persistence.export(self.setup)
 
     def load_state_dict(self, *states: Mapping[str, Any], lost: bool = False) -> None:
         """Continue from a `state_dict`: this worker's own, or, after a change in the number of workers, those of all
         workers of the previous run, on every worker. Then every array follows its rule (`grace.core.Resize`). ``lost``:
         some states may be missing, and their data is lost.
 
-        Before `build`, the states wait until the tensors are known. With a policy every worker must make this call:
-        they compare their levels. Raises ValueError, and changes nothing, if a state is another worker's, of another
-        format, method or policy, or if names or shapes differ from the model's.
+        Every worker must make this call. Raises ValueError on all, and changes nothing, if a state is another worker's,
+        of another format, method or policy, or of other names or shapes. Before `build`, the states wait until the
+        tensors are known; another worker's state is an error only then.
         """
-        setup = self._setup
-        found = persistence.checked(setup, states, lost)
+        setup = self.setup
+        found = persistence.agreed(setup, states, lost)
         self.claimed.clear()
         if not setup.bound:
             self.awaited = sizes_of(found.states[0])
             self._waiting, self._lost, setup.saved_layout = found.states, lost, persistence.layout(found.states)
             return
-        self._restore()
-        setup.attempt = 0
+        self.discard()
         self._waiting = ()
         self._reporter.first_step += found.step - setup.step_number()  # the report counts only the steps of this object
         persistence.load(setup, found)
+        setup.attempt = setup.exchanges = 0
+        setup.windows.restart(found.step)
         if self._reporter.recording:
             self._reporter.begin_record(again=True)
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> persistence.Checked:
         """Check states without loading them; raises as `load_state_dict`."""
-        return persistence.checked(self._setup, states, lost)
+        return persistence.checked(self.setup, states, lost)
 
     # -- report ------------------------------------------------------------------------------------------------------
-    def note(self, name: str, text: str) -> None:
-        """Add a remark on a tensor to the report."""
-        self._reporter.notes[name] = text
-
     def report_parameters(self, source: Callable[[], list[TensorReport]]) -> None:
         """Let the report include traffic of parameters, as ``source`` returns it."""
         self._reporter.parameters = source
-
-    @property
-    def report_skipped(self) -> int:
-        """Number of non-finite means so far, on the host (`Report.skipped`)."""
-        return self._reporter.skipped
 
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
         """Traffic since this object was made (or reset, or rebuilt), in total and per tensor.
@@ -327,9 +326,10 @@ class Grace(Averager):
         TensorFlow graphs: use TensorFlow's own profiler.
         """
         if trace is not None:
-            if self._setup.bound and self.xp.traced:
+            if self.setup.bound and self.xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
-            self.trace.save(trace, self.rank)
+            self.setup.trace.save(trace, self.rank)
+        self.settles()
         return self._reporter.report()
 
     def record(self, **metrics: float) -> None:
@@ -344,6 +344,7 @@ class Grace(Averager):
         """
         if not self.options.record:
             raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")
+        self.settles()
         self._reporter.record(metrics)
 
 

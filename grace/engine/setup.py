@@ -10,27 +10,28 @@ from functools import partial
 from typing import Any
 
 from grace.backends import Backend
-from grace.backends.deferred import DeferredKernels
 from grace.core import Array, Context, Transport, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Policy
 from grace.core.version import VERSION
+from grace.engine.applied import Windows
 from grace.engine.buckets import Tensor, Unit, layout
-from grace.engine.compiled import uncompiled
-from grace.engine.handshake import agree
+from grace.engine.groups.book import GroupBook, Layout
+from grace.engine.handshake import Place, agree
 from grace.engine.levels import Way, Ways
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
 from grace.engine.probe import NoiseProbe
-from grace.engine.scheduler import WorkerPool
+from grace.engine.scheduler import WorkerPool, pool_of
 from grace.engine.state_store import Snapshot, StateStore
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
-from grace.engine.workspace import Workspace
 from grace.transports import get_transport
 
+DENSE, JOINED = "(dense)", "(joined)"
+"""The names of the programs that average uncompressed units, as arrays of their own and as one vector."""
 PRESENT = "(present)"
 """The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
 SAMPLE = "(sample)"
@@ -58,7 +59,8 @@ class Setup:
         self.ways = Ways(policy.exact if policy is not None and options.fuse == "tensor" else None)
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(self.store)
+        self.groups = GroupBook(self)
         self.trace = Trace(options.trace)
         self.meter: Any = None
         self.step: Any = None
@@ -66,6 +68,8 @@ class Setup:
         self.offload: WorkerPool | None = None
         self.track_missing = False
         self.defer_commit = False
+        self.keeps_base = True
+        """With `defer_commit`: whether the state before an exchange is kept; else a discard zeroes its residuals."""
         self.transposed = False
         """Whether Keras's kernels, [in, out], are exchanged as [out, in]; see `choose_layout`."""
         self.saved_layout: bool | None = None
@@ -74,14 +78,24 @@ class Setup:
         self.number: int | None = None
         """A number in the names of messages, to distinguish several Graces; all workers agree on it."""
         self.attempt = 0
-        """Number of exchanges since the last commit."""
-        self.headers: list[tuple[tuple[int, int], Array]] = []
-        """Step, attempt and summed header of each message of the last exchange, if a device holds the sums."""
+        """Number of exchanges since the last counted step."""
+        self.exchanges = 0
+        self.by_hand = False
+        """Whether the gradients of this exchange were set by hand."""
+        self.windows = Windows()
+        self.left: frozenset[str] = frozenset()
+        """Tensors that take no part in exchanges any more."""
+        self.leaving = self.left
+        """`left` after the next exchange, in which the workers agree on it."""
+        self.headers: list[tuple[Place, Array]] = []
+        """Place and summed header of each message of the last exchange, if a device holds the sums."""
         self.loaded_step: int | None = None
         """Step of a state loaded before there were tensors."""
         self._xp: Backend | None = None
         self._transport: Transport | None = None
         self._prepared = False
+        if options.compile:
+            warnings.warn("compile=True has no effect any more: native kernels are faster. Leave it out", stacklevel=4)
         self._unsettled: dict[str, Tensor] = {}  # tensors by name, not yet compared with the other workers'
         for each, _ in self._methods:
             each.check()
@@ -149,7 +163,7 @@ class Setup:
         self._transport = self.transport.bind(xp)
         self._xp = xp
         self.store.bind(xp)
-        self.transport.timeout = self.options.timeout
+        self.transport.timeout, self.transport.contents = self.options.timeout, self.table.contents
         if self.transport.elastic:
             for way in self.ways:
                 way.communicator.adopt_local_plan(self.transport)
@@ -170,7 +184,10 @@ class Setup:
             self._unsettled = {}
 
     def choose_layout(self) -> bool:
-        """Set `transposed` unless there are tensors, and return it; see `Averager.choose_layout`."""
+        """`transposed`, which the first call before there are tensors decides for the whole run.
+
+        It becomes that of a loaded state with arrays; without one, True if a method that may run is blockwise.
+        """
         if not self.bound:
             blockwise = any((method.compressor.traits.block_size or 0) > 1 for method, _ in self._methods)
             self.transposed = blockwise if self.saved_layout is None else self.saved_layout
@@ -203,9 +220,7 @@ class Setup:
             sizes = {unit.name: math.prod(unit.shape) for unit in units if not unit.dense}
             self.schedule.extend(sizes, xp, self.rank)
         self.meter.extend([unit.name for unit in units])
-        if self.options.compile and first_tensors:
-            self._warn_of_compile()
-        self.offload = self._pooled()
+        self.offload = pool_of(self.table.compressed(), self.ways, xp) if on_host(xp) else None
 
     def reset_meter(self) -> None:
         """Reset the byte counts."""
@@ -238,27 +253,8 @@ class Setup:
         number = agree(self.transport, settings, tensors, _built)
         # workers in one process would each get a different number
         if self.number is None and not self.transport.lockstep:
-            self.number, _built = number, number + 1
-
-    def _warn_of_compile(self) -> None:
-        points = [
-            point
-            for unit in self.table.compressed()
-            for way in self.ways.of(unit.name)
-            for point in way.communicator.compression_points(way.method, self.context(unit, 0)).values()
-        ]
-        reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
-        if reason:
-            warnings.warn(f"compile=True has no effect: {reason}", stacklevel=5)
-
-    def _pooled(self) -> WorkerPool | None:
-        # A thread pool for strategies that compress on the CPU. Graphs and devices do their own scheduling.
-        if self.xp.traced or not on_host(self.xp):
-            return None
-        units = {unit.name for unit in self.table.compressed()}
-        threads = {name: max(way.communicator.threads(name) for way in self.ways) for name in units}
-        most = max(threads.values(), default=0)
-        return WorkerPool(most, {name for name in units if threads[name]}, self.xp) if most else None
+            self.number = self.table.number = number
+            _built = number + 1
 
     # -- a unit ------------------------------------------------------------------------------------------------------
     def level(self, unit: Unit) -> int:
@@ -267,6 +263,8 @@ class Setup:
 
     def levels(self, units: Iterable[Unit]) -> dict[Unit, int]:
         """The level of each unit."""
+        if self.schedule is None:
+            return dict.fromkeys(units, 0)
         return {unit: self.level(unit) for unit in units}
 
     def way(self, unit: Unit) -> Way:
@@ -282,8 +280,8 @@ class Setup:
         lossless = unit.lossless or self.ways.at(unit.name, level).method.compressor.traits.lossless
         return unit.wire if lossless else unit.dtype
 
-    def context(self, unit: Unit, step: Any, workspace: Workspace | None = None) -> Context:
-        """The context of a unit in a step."""
+    def context(self, unit: Unit, step: Any, draws: dict[Any, Array] | None = None) -> Context:
+        """The context of a unit in a step. ``draws``: what `Context.once` has drawn in it."""
         return Context(
             xp=self.xp,
             name=unit.name,
@@ -295,7 +293,7 @@ class Setup:
             step=step,
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
-            _workspace=workspace,
+            _draws=draws,
         )
 
     @property
@@ -308,31 +306,29 @@ class Setup:
         """Whether the noise of this step's exchange is measured."""
         return self.schedule is not None and self.schedule.measures(self.world_size)
 
-    def deferred_kernels(self) -> DeferredKernels | None:
-        """A queue for deferred kernels; None: call kernels immediately."""
-        return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
-
     def step_number(self) -> int:
         """Number of steps made, on the host."""
         return 0 if self.step is None else int(self.step.read())
 
-    def hold(self, units: Iterable[Unit]) -> None:
-        """Copy the state of units before an exchange that may be discarded."""
-        measured = self.measures_noise
-        for unit in units:
-            for cell in self.cells(unit, measured):
+    def place(self) -> Place:
+        """Where this worker is in its exchanges, for their headers."""
+        decided = self.windows.digest, dict(self.windows.recent)
+        return Place(self.step_number(), self.attempt, self.exchanges, self.by_hand, *decided)
+
+    def hold(self, units: Iterable[Unit], layout: Layout) -> None:
+        """Keep the state of units, and of groups among them, from before an exchange that may be discarded."""
+        measured, alone = self.measures_noise, set(layout.rest)
+        for each in layout.groups:
+            each.group.hold()
+        for unit in layout.rest if self.schedule is None else units:
+            for cell in self.cells(unit, measured, unit in alone):
                 self.snapshot.take(self.xp, cell)
 
-    def cells(self, unit: Unit, measured: bool = True) -> list[Any]:
+    def cells(self, unit: Unit, measured: bool = True, state: bool = True) -> list[Any]:
         """The cells of a unit that an exchange changes. ``measured``: whether its noise is measured."""
-        cells = self.store.cells(unit, self.level(unit))
+        level = None if self.xp.tracing else self.level(unit)  # a graph chooses when it runs
+        cells = self.store.cells(unit, level) if state else []
         return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name, measured)]
-
-    def restore(self) -> None:
-        """Restore all copied state."""
-        if self.bound:
-            self.snapshot.restore(self.xp)
-            self.store.note_carried()
 
     def switch_level(self, name: str, before: int) -> None:
         """Move a unit to its new level, and initialise state that does not survive the change."""

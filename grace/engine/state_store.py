@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grace.backends import Backend
 from grace.core import Array, Context, Resize, State, apart, name_of
 from grace.engine.buckets import Unit
-from grace.engine.lazy_mean import DeferredResidual
+from grace.engine.groups.cells import RowCell
 from grace.engine.levels import Way, Ways
 from grace.engine.policy_runner import Schedule
 from grace.engine.reshard import CARRIED, Points, parsed, sharing
 
+if TYPE_CHECKING:
+    from grace.engine.groups.rows import RowTable
+
+IN_ROWS = ("memory/residual", "compressor/q")
+"""Ends of the keys of arrays that are kept in a `RowTable`, where a host's memory can be written to."""
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""
 
@@ -29,61 +34,99 @@ class Fitted(NamedTuple):
 
 
 class Snapshot:
-    """Copies of state arrays from before an exchange that may be discarded. The memory of copies is reused."""
+    """Copies of state arrays from before an exchange that may be discarded.
 
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[Any, Array]] = {}
-        self._taken: dict[int, Any] = {}  # cells with valid copies
+    If arrays are mutable, the memory of copies is reused; else the copies are the arrays themselves, and dropped. Cells
+    of a `RowTable` keep theirs themselves.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._memory: dict[int, Array] = {}
+        self._taken: dict[int, tuple[Any, Array]] = {}  # cells with their copies
 
     def take(self, xp: Backend, cell: Any) -> None:
         """Copy a cell's array, unless it was copied since the last `release` or `restore`."""
+        if isinstance(cell, RowCell):
+            cell.hold()
+            return
         if id(cell) in self._taken:
             return
-        value = cell.read()
-        _, copy = self._copies.get(id(cell), (cell, None))
-        if copy is None or xp.shape(copy) != xp.shape(value) or not xp.mutable:
-            self._copies[id(cell)] = (cell, xp.buffers.copy(value))
-        else:
-            xp.buffers.write(copy, value)
-        self._taken[id(cell)] = cell
+        copy = value = cell.read()
+        if xp.mutable:
+            copy = self._memory.get(id(cell))
+            if copy is None or xp.shape(copy) != xp.shape(value):
+                copy = self._memory[id(cell)] = xp.buffers.copy(value)
+            else:
+                xp.buffers.write(copy, value)
+        self._taken[id(cell)] = cell, copy
 
     def read(self, cell: Any) -> Array | None:
         """The copied array of a cell; None without a valid copy."""
-        return self._copies[id(cell)][1] if id(cell) in self._taken else None
+        if isinstance(cell, RowCell):
+            return cell.before()
+        return self._taken[id(cell)][1] if id(cell) in self._taken else None
 
     def restore(self, xp: Backend, cells: Iterable[Any] | None = None) -> None:
         """Restore cells from their copies, by default all of them."""
-        for cell in list(self._taken.values()) if cells is None else cells:
+        rows, others = self._apart(cells)
+        if self._store.rows is not None:
+            self._store.rows.restore(rows)
+        for cell in others:
             if (copy := self.read(cell)) is not None:
-                del self._taken[id(cell)]
-                if xp.mutable:
-                    xp.buffers.write(cell.read(), copy)
-                else:
-                    cell.assign(copy)
+                self._assign(xp, cell, copy)
 
-    def release(self) -> None:
-        """Invalidate all copies."""
-        self._taken.clear()
+    def choose(self, xp: Backend, when: Array, cells: Iterable[Any]) -> None:
+        """Restore cells from their copies unless the flag, bool[], is true."""
+        cells = list(cells)
+        if any(isinstance(cell, RowCell) for cell in cells):  # on a host
+            return self.release(cells) if when else self.restore(xp, cells)
+        for cell in cells:
+            if (copy := self.read(cell)) is not None:
+                self._assign(xp, cell, xp.choose(when, cell.read(), copy))
+
+    def release(self, cells: Iterable[Any] | None = None) -> None:
+        """Invalidate copies, by default all of them."""
+        rows, others = self._apart(cells)
+        if self._store.rows is not None:
+            self._store.rows.release(rows)
+        for cell in others:
+            self._taken.pop(id(cell), None)
+
+    def _apart(self, cells: Iterable[Any] | None) -> tuple[list[int] | None, list[Any]]:
+        # The numbers of the cells of the `RowTable`, None for all of them, and the other cells.
+        if cells is None:
+            return None, [cell for cell, _ in self._taken.values()]
+        cells = list(cells)
+        rows = [cell.number for cell in cells if isinstance(cell, RowCell)]
+        return rows, [cell for cell in cells if not isinstance(cell, RowCell)]
+
+    def _assign(self, xp: Backend, cell: Any, value: Array) -> None:
+        if xp.mutable:
+            xp.buffers.write(cell.read(), value)
+        else:
+            cell.assign(value)
+        del self._taken[id(cell)]
 
 
 class StateStore:
-    """The state of all units.
-
-    Within a step a new residual may overwrite the previous one, whose values are then in a donated gradient:
-    `rollback_log` records where. `commit` decides which one stays; `rollback` restores all previous residuals.
-    """
+    """The state of all units. In a step `commit` alone changes it, but for residuals that groups swap and restore."""
 
     def __init__(self, ways: Ways, schedule: Schedule | None):
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
+        self.rows: RowTable | None = None
+        """The arrays of `IN_ROWS`, on a host."""
         self._cells: dict[str, list[Cells]] = {}  # each unit's state, by unit and level
         self._carrying: set[str] = set()  # units that may carry a residual, as far as the host knows
-        # locations of each unit's previous residuals in this step
-        self._logs: dict[str, list[tuple[Array, Array]]] = {}
 
     def bind(self, xp: Backend) -> None:
         """Set the backend, before any unit is added."""
         self._xp = xp
+        if xp.mutable and getattr(xp, "on_host", True):
+            from grace.engine.groups.rows import RowTable  # imports NumPy
+
+            self.rows = RowTable(xp)
 
     @property
     def xp(self) -> Backend:
@@ -142,7 +185,8 @@ class StateStore:
                 cells[key] = old
             else:  # copied: it will be written to
                 (own,) = apart((value,), tuple(state.values())[:number], xp)
-                cells[key] = xp.cell(own)
+                in_rows = self.rows is not None and key.endswith(IN_ROWS) and xp.dtype(own) == "float32"
+                cells[key] = self.rows.add(own) if self.rows is not None and in_rows else xp.cell(own)
         return cells
 
     def detach(self, units: Iterable[Unit]) -> dict[Unit, list[Cells]]:
@@ -159,10 +203,20 @@ class StateStore:
         """Whether a unit has state at this level."""
         return bool(self._cells[unit.name][level])
 
-    def cells(self, unit: Unit, level: int) -> list[Any]:
-        """The cells of a unit's state; none for a dense tensor without state."""
+    def cells(self, unit: Unit, level: int | None) -> list[Any]:
+        """The cells of a unit's state at a level, or at all; none for a dense tensor without state."""
         levels = self._cells[unit.name]
-        return list(levels[level].values()) if levels else []
+        chosen = levels if level is None else levels[level : level + 1]
+        return list(dict.fromkeys(cell for cells in chosen for cell in cells.values()))
+
+    @property
+    def carries(self) -> bool:
+        """Whether a change of strategy has left a residual that is yet to be sent."""
+        return bool(self._carrying)
+
+    def cells_by_key(self, unit: Unit, level: int) -> Cells:
+        """The cells of a unit's state at a level, without what a change of strategy left."""
+        return {key: cell for key, cell in self._cells[unit.name][level].items() if key != CARRIED}
 
     def note_carried(self) -> None:
         """Mark all units with a carried residual again, after cells were restored."""
@@ -172,72 +226,53 @@ class StateStore:
         """The current arrays."""
         return {key: cell.read() for key, cell in self._cells[unit.name][level].items()}
 
-    def rollback_log(self, unit: Unit) -> list[tuple[Array, Array]]:
-        """A unit's rollback log in this step: overwritten residuals, and the arrays that hold the previous ones."""
-        return self._logs.setdefault(unit.name, [])
-
     def with_carried(self, unit: Unit, x: Array) -> Array:
         """A gradient plus the residual that a change of strategy left."""
         cell = self._carried(unit)
         return x if cell is None else x + cell.read()  # not in place: for a dense tensor, x may be the user's gradient
 
-    def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
-        """Commit a step's new state if ``ok``, bool[]. Returns whether x, the gradient's memory, now holds the mean.
-
-        If not, the mean may need x, so new state inside x is copied.
-        """
-        parted = False
+    def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> None:
+        """Commit a step's new state if ``ok``, bool[]. State in x, which receives the mean, is copied."""
         for key, cell in self._cells[unit.name][level].items():
             if key != CARRIED:
-                parted |= self._assign(cell, ok, state[key], x)
+                self._assign(cell, ok, state[key], x)
+        self.commit_carried(unit, ok, x)
+
+    def commit_carried(self, unit: Unit, ok: Array, x: Array) -> None:
+        """Zero what a change of strategy left, and x holds, if ``ok``."""
         if (carried := self._carried(unit)) is not None:
             self._assign(carried, ok, self.xp.zeros(self.xp.shape(x)[0], unit.dtype), x)
             if not self.xp.traced and ok:
                 self._carrying.discard(unit.name)
-        return parted
 
-    def release(self, unit: Unit, ok: Array | None) -> None:
-        """End a unit's step: unless ``ok``, restore its previous residuals."""
-        noted = self._logs.pop(unit.name, [])
-        if noted and (ok is None or not ok):
-            self._restore(noted)
-
-    def rollback(self) -> None:
-        """Discard a step: restore all previous residuals."""
-        for noted in self._logs.values():
-            self._restore(noted)
-        self._logs.clear()
+    def zero_residuals(self, unit: Unit, level: int) -> None:
+        """Zero a unit's residuals."""
+        for key, cell in self._cells[unit.name][level].items() if self._cells[unit.name] else ():
+            if key == CARRIED or parsed(key)[2] == "residual":
+                cell.assign(self.xp.zeros(self.xp.shape(cell.read()), self.xp.dtype(cell.read())))
 
     def _carried(self, unit: Unit) -> Any:
         # The cell of the residual that a change of strategy left, if it may be non-zero.
         cell = self._cells[unit.name][0].get(CARRIED)
         return cell if self.xp.traced or unit.name in self._carrying else None
 
-    def _assign(self, cell: Any, ok: Array, new: Array | DeferredResidual, x: Array) -> bool:
-        # Returns whether x now holds the mean.
-        old = cell.read()
+    def _assign(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
+        xp, old = self.xp, cell.read()
         if new is old:
-            return False
-        if isinstance(new, DeferredResidual):
+            return
+        inside = xp.mutable and xp.buffers.overlap(new, x)
+        if isinstance(cell, RowCell):
             if ok:
-                new.into(old)
-            return bool(ok) and self.xp.buffers.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
-        if self.xp.mutable and self.xp.buffers.overlap(new, x):
-            self.xp.buffers.write(old, self.xp.choose(ok, new, old))  # the mean needs x
+                (cell.store if inside else cell.assign)(new)
+        elif inside:
+            xp.buffers.write(old, xp.choose(ok, new, old))
         else:
-            cell.assign(self.xp.choose(ok, new, old))
-        return False
+            cell.assign(xp.choose(ok, new, old))
 
-    def _restore(self, noted: list[tuple[Array, Array]]) -> None:
-        for residual, last in reversed(noted):
-            self.xp.buffers.write(residual, last)
-
-    def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
+    def _last(self, cell: Any, snapshot: Snapshot) -> Array:
         # A state array from the beginning of the current step.
-        if (before := snapshot.read(cell)) is not None:
-            return before
-        value = cell.read()
-        return next((last for residual, last in self._logs.get(unit, ()) if residual is value), value)
+        before = snapshot.read(cell)
+        return cell.read() if before is None else before
 
     # -- a change of level ------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, before: int, level: int, state: State, ctx: Context) -> None:
@@ -291,7 +326,7 @@ class StateStore:
     def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         """All state at these levels for a checkpoint, as it was before an unfinished step."""
         return {
-            unit: {key: exported(self._last(unit, cell, snapshot), self.xp) for key, cell in cells.items()}
+            unit: {key: exported(self._last(cell, snapshot), self.xp) for key, cell in cells.items()}
             for unit, cells in self.held(levels).items()
         }
 
@@ -327,9 +362,7 @@ class StateStore:
         xp, held, squares = self.xp, self.held(levels), {}
         for unit in units:
             cells = held.get(unit.name, {})
-            arrays = [
-                self._last(unit.name, cell, snapshot) for key, cell in cells.items() if key.endswith("memory/residual")
-            ]
+            arrays = [self._last(cell, snapshot) for key, cell in cells.items() if key.endswith("memory/residual")]
             if arrays:
                 squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
         if not squares:

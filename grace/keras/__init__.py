@@ -3,6 +3,7 @@
 `keras.backend.backend()` selects the toolkit. For a custom TensorFlow training loop, see `grace.tensorflow`.
 """
 
+from grace.keras.backup import BackupAndRestore
 from grace.keras.broadcast import broadcast_variables
 from grace.keras.callbacks import (
     BroadcastCallback,
@@ -17,6 +18,7 @@ from grace.keras.local import LocalCallback, local_variables
 from grace.keras.optimizer import DistributedOptimizer, release
 
 __all__ = [
+    "BackupAndRestore",
     "BroadcastCallback",
     "DistributedOptimizer",
     "GossipCallback",

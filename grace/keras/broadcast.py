@@ -10,10 +10,11 @@ from grace.core import Transport
 from grace.core.collectives import Broadcast
 from grace.engine.session import Grace
 from grace.keras.checks import check_grace
-from grace.keras.toolkits import Toolkit, toolkit
+from grace.keras.toolkits import Toolkit, toolkit, unconverted
 from grace.transports import get_transport
 
 
+@unconverted
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Grace | None = None) -> None:
     """Assign worker ``root_rank``'s values to the variables of all workers. Call it eagerly, before training.
 

@@ -11,22 +11,24 @@ from typing import Any
 import keras
 import numpy as np
 
+from grace.core import Transport
 from grace.engine.session import Grace
 from grace.gossip import Gossip
 from grace.keras.broadcast import assign_from, compare, transport_of
 from grace.keras.checks import check_grace, process_set_of
 from grace.keras.names import EXCHANGED, names_of
-from grace.keras.toolkits import toolkit
+from grace.keras.start import compare_starts, iterations_of
+from grace.keras.toolkits import Toolkit, toolkit, unconverted
 
 
-class _Callback(keras.callbacks.Callback):
+class GraceCallback(keras.callbacks.Callback):
     """A callback for the Graces of the model's optimizers, or for a given Grace."""
 
-    def __init__(self, grace: Grace | None = None):
+    def __init__(self, grace: Grace | None = None, *args: Any, **kwargs: Any):
         self._kit = toolkit(f"grace.keras.{type(self).__name__}")
         if grace is not None:
             check_grace(grace, type(self).__name__)
-        super().__init__()
+        super().__init__(*args, **kwargs)
         self._grace = grace
 
     def _driven(self) -> list[tuple[Any, Grace]]:
@@ -54,7 +56,7 @@ class _Callback(keras.callbacks.Callback):
         return transport_of(self._kit, graces[0] if graces else None)
 
 
-class BroadcastCallback(_Callback):
+class BroadcastCallback(GraceCallback):
     """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state.
 
     ``grace``: its workers take part, and ``root_rank`` is a rank among them; by default the workers of the model's
@@ -63,7 +65,8 @@ class BroadcastCallback(_Callback):
     ValueError on all workers, naming the difference, if their variables differ.
 
     It warns after the first batch if no worker averaged gradients of the model, for example if a loaded or copied
-    optimizer was not wrapped again.
+    optimizer was not wrapped again. When the first epoch begins, it raises ValueError on all workers if their epochs or
+    steps differ, as after a backup that one worker alone has restored.
     """
 
     def __init__(self, root_rank: int = 0, grace: Grace | None = None):
@@ -71,13 +74,31 @@ class BroadcastCallback(_Callback):
             raise TypeError("root_rank comes before the Grace: BroadcastCallback(0, grace=grc)")
         super().__init__(grace)
         self.root_rank = root_rank
-        self._done = self._looked = False
+        self._done = self._looked = self._compared = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.jit_compile and not self._kit.breaks_graphs:
             raise ValueError("Horovod's operations have no XLA form: compile the model with jit_compile=False")
-        self._looked = False
+        self._looked = self._compared = False
         self._done = self._broadcast(first=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Not before: a callback that restores a backup may come later in the list.
+        if not self._compared:
+            steps = ", ".join(str(iterations_of(self._kit, each)) for each in optimizers_of(self.model))
+            self._compare(f"in epoch {epoch} at step {steps}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if not self._compared:
+            self._compare("with no epoch left")
+
+    def _compare(self, start: str) -> None:
+        self._compared = True
+        compare_starts(
+            self._transport(),
+            start,
+            "give fit the same epochs, and restore one backup on every worker, as grace.keras.BackupAndRestore does",
+        )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._done:
@@ -92,15 +113,7 @@ class BroadcastCallback(_Callback):
         if not isinstance(self.root_rank, int) or not 0 <= self.root_rank < transport.size:
             raise ValueError(f"root_rank={self.root_rank!r}: there are workers 0 to {transport.size - 1}")
         whole = not first or all(layer.built for layer in self.model._flatten_layers())
-        variables, optimizer = list(self.model.weights), self.model.optimizer
-        if whole and variables:
-            if optimizer is not None and not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            variables += [variable for each in optimizers_of(self.model) for variable in each.variables]
-        variables = list({self._kit.identity(variable): variable for variable in variables}.values())
-        if compare(self._kit, variables, transport, self.root_rank) and transport.size > 1:
-            assign_from(self._kit, variables, transport, self.root_rank)
-        return whole and bool(variables)
+        return broadcast_model(self._kit, self.model, transport, self.root_rank, whole) and whole
 
     def _look(self) -> None:
         variables = self.model.trainable_variables
@@ -112,14 +125,18 @@ class BroadcastCallback(_Callback):
             )
 
 
-class MetricAverageCallback(_Callback):
+class MetricAverageCallback(GraceCallback):
     """Average the metrics of each epoch over all workers, by name. Put it before callbacks that use them.
 
     Numbers become floats, and arrays (a metric per class) float64 arrays of the same shape. The mean is computed in
     float64 over the workers that have the metric, and every worker gets it, even one without. Other values stay
-    unchanged. ``grace``: as in `BroadcastCallback`. Raises ValueError on all workers if arrays of one name differ in
-    shape.
+    unchanged. A value that is not finite makes the mean so; a warning on worker 0 names the metric and the workers,
+    once. ``grace``: as in `BroadcastCallback`. Raises ValueError on all workers if arrays of one name differ in shape.
     """
+
+    def __init__(self, grace: Grace | None = None):
+        super().__init__(grace)
+        self._not_finite: set[str] = set()  # metrics of which a warning has told
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = {str(key): _plain(value) for key, value in (logs or {}).items()}
@@ -136,13 +153,18 @@ class MetricAverageCallback(_Callback):
                         f"metric {key!r} has shape {list(values[0].shape)} on worker {ranks[0]} and "
                         f"{list(value.shape)} on worker {rank}: give every worker the same metrics"
                     )
+            bad = [rank for rank, value in zip(ranks, values, strict=True) if not np.isfinite(value).all()]
+            if bad and transport.rank == 0 and key not in self._not_finite:
+                self._not_finite.add(key)
+                where = "any worker" if bad == ranks else f"worker {', '.join(map(str, bad))}"
+                warnings.warn(f"metric {key!r} is not finite on {where}, so neither is its mean", stacklevel=2)
             if logs is not None:
                 with np.errstate(invalid="ignore", over="ignore"):
                     mean = np.mean(values, axis=0)
                 logs[key] = mean if mean.ndim else float(mean)
 
 
-class PolicyCallback(_Callback):
+class PolicyCallback(GraceCallback):
     """Report the end of each step and epoch to a Grace's policy. Put it after callbacks that set the learning rate.
 
     An epoch's end is reported when the next epoch begins, since only then is the next learning rate known, or when
@@ -175,7 +197,7 @@ class PolicyCallback(_Callback):
             grace.end_epoch(self._rates.get(id(grace)), next_rate)
 
 
-class RecordCallback(_Callback):
+class RecordCallback(GraceCallback):
     """Write the record (`Options.record`) during ``fit``, which a graph cannot do itself.
 
     Writes a line after every ``record_every`` steps (with ``steps_per_execution``, after the call that includes the
@@ -207,6 +229,20 @@ class RecordCallback(_Callback):
             grace.record()
 
 
+def broadcast_model(kit: Toolkit, model: Any, transport: Transport, root_rank: int, whole: bool = True) -> bool:
+    """Send a model's weights and, if it is ``whole``, its optimizers' variables. Returns whether there were any."""
+    variables, optimizer = list(model.weights), model.optimizer
+    if whole and variables:
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        variables += [variable for each in optimizers_of(model) for variable in each.variables]
+    variables = list({kit.identity(variable): variable for variable in variables}.values())
+    if compare(kit, variables, transport, root_rank) and transport.size > 1:
+        assign_from(kit, variables, transport, root_rank)
+    return bool(variables)
+
+
+@unconverted
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
     """Mix variables between neighbours, once; the first call builds their state. Call it eagerly, after a step.
 

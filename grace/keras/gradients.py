@@ -9,12 +9,13 @@ from weakref import WeakKeyDictionary
 from grace.engine.session import Grace
 from grace.keras.checks import check_grace
 from grace.keras.layout import described
-from grace.keras.toolkits import toolkit
+from grace.keras.toolkits import toolkit, unconverted
 
 DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
 """For each Grace, a description of the optimizer that it drives, until `release`."""
 
 
+@unconverted
 def build(grace: Grace, variables: Iterable[Any]) -> None:
     """Create the state of these variables now instead of with their first gradients. Call it eagerly.
 
@@ -26,6 +27,7 @@ def build(grace: Grace, variables: Iterable[Any]) -> None:
     grace.build(described(kit, grace, [variable for variable in variables if kit.is_float(variable)]))
 
 
+@unconverted
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Average gradients over all workers, eagerly or while a graph is traced. Returns means in the same order.
 
@@ -43,4 +45,7 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
             "a plain tf.GradientTape or backward(), or release the optimizer (grace.keras.release), or use a second "
             "Grace"
         )
-    return toolkit("grace.keras.average_gradients", variables).exchange(grace, gradients, variables)
+    kit = toolkit("grace.keras.average_gradients", variables)
+    means = kit.exchange(grace, gradients, variables)
+    kit.tune(grace)
+    return means

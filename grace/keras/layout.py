@@ -25,9 +25,9 @@ _KERNELS: WeakKeyDictionary[Grace, dict[Any, bool]] = WeakKeyDictionary()
 def transposed(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> list[bool]:
     """Which variables this Grace exchanges transposed: of a blockwise Grace, Keras's kernels of two dimensions.
 
-    The first call before there are tensors decides for the whole run; see `Grace.choose_layout`.
+    The first call before there are tensors decides for the whole run; see `Setup.choose_layout`.
     """
-    blockwise, known = grace.choose_layout(), _KERNELS.setdefault(grace, {})
+    blockwise, known = grace.setup.choose_layout(), _KERNELS.setdefault(grace, {})
     return [blockwise and known.setdefault(kit.identity(variable), _is_kernel(variable)) for variable in variables]
 
 

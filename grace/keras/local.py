@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
 
+from grace.keras.callbacks import optimizers_of
 from grace.keras.names import names_of
 from grace.keras.toolkits import toolkit
 from grace.local import Access, DiLoCo
@@ -37,11 +39,16 @@ def _assign(variable: Any, value: Any) -> None:
 class LocalCallback(keras.callbacks.Callback):
     """Let each training step in ``fit`` count as a step of local training.
 
-    Use a plain optimizer: gradients stay local. BatchNorm's moving means are averaged once in H
-    steps. ``fit`` ends with ``local.finish()``, after which all workers have the same model; call it yourself before an
-    evaluation in between. With ``steps_per_execution`` above 1, H counts calls of that many steps. Put
-    `BroadcastCallback` before it, so that all workers start from the same variables; all must make the same number of
-    steps. Raises TypeError for anything but a DiLoCo, ValueError for a model that is not built or has other variables.
+    Use a plain optimizer: gradients stay local. BatchNorm's moving means are averaged once in H steps. ``fit`` ends
+    with ``local.finish()``, here and once more after all other callbacks. So all workers have the same model, whatever
+    was written at the end of training (best weights by EarlyStopping, SwapEMAWeights, ``use_ema``) and in any order of
+    the callbacks. Call ``local.finish()`` yourself before an evaluation in between. With ``steps_per_execution`` above
+    1, H counts calls of that many steps. Put `BroadcastCallback` before it, so that all workers start from the same
+    variables; all must make the same number of steps.
+
+    The second ``finish`` runs with the History callback, which ``fit`` puts after yours: if the list has a History of
+    your own, put it behind the callbacks that write weights. Raises TypeError for anything but a DiLoCo, ValueError for
+    a distributed optimizer, and for a model that is not built or has other variables.
     """
 
     def __init__(self, local: DiLoCo):
@@ -50,6 +57,13 @@ class LocalCallback(keras.callbacks.Callback):
             raise TypeError(f"a grace.local.DiLoCo is needed, not {type(local).__name__}: grace.local.DiLoCo(grc, 100)")
         super().__init__()
         self._local = local
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for optimizer in optimizers_of(self.model):
+            _check_plain(optimizer)
+        history = getattr(self.model, "history", None)
+        if isinstance(history, keras.callbacks.History):
+            history.on_train_end = partial(_end, history, self._finish)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         trained = self.model.trainable_variables
@@ -68,5 +82,29 @@ class LocalCallback(keras.callbacks.Callback):
         self._local.step()
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
         if self._local.built:
             self._local.finish()
+
+
+def _end(history: Any, finish: Callable[[], None], logs: Any = None) -> None:
+    # Runs in the place of a History's on_train_end, after all other callbacks of `fit`.
+    del history.on_train_end
+    history.on_train_end(logs)
+    finish()
+
+
+def _check_plain(optimizer: Any) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    if hasattr(inner, "_grace"):
+        remedy = "grace.keras.release(optimizer) undoes DistributedOptimizer"
+    elif hasattr(inner, "_allreduce_grads"):  # Horovod's
+        remedy = "the one that Horovod's DistributedOptimizer was made of"
+    else:
+        return
+    raise ValueError(
+        f"this {type(inner).__name__} is distributed: it averages the gradients of every step, and local training "
+        f"would average the parameters too. Use a plain optimizer: {remedy}"
+    )

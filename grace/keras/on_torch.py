@@ -53,6 +53,9 @@ class TorchToolkit(Toolkit):
     def tensor(self, variable: Any) -> Array:
         return (variable._value if isinstance(variable, keras.Variable) else variable).detach()
 
+    def count(self, counter: Array) -> Any:
+        return int(counter) if counter.device.type == "cpu" else (counter.data_ptr(), counter._version)
+
     def like(self, variable: Any, transposed: bool) -> Array:
         return self.tensor(variable).t() if transposed else self.tensor(variable)
 
@@ -91,7 +94,6 @@ class TorchToolkit(Toolkit):
         with ordinary():
             grace.build(built)
             means = grace.step(handed)
-            grace.tune()
             found = [(means.get(name), turned[name]) for name in names]
             # Optimizers are slow with gradients that are not contiguous.
             return [mean.t().contiguous() if back and mean is not None else mean for mean, back in found]

@@ -12,11 +12,15 @@ import keras
 
 from grace.core import name_of
 from grace.engine.session import MOMENTUM_TWICE, PLAIN_SGD, Grace
+from grace.keras.applied import deciding
+from grace.keras.broadcast import transport_of
 from grace.keras.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer
 from grace.keras.gradients import DRIVEN
-from grace.keras.toolkits import Toolkit, toolkit
+from grace.keras.start import begin
+from grace.keras.toolkits import Toolkit, toolkit, unconverted
 
 
+@unconverted
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer, grace: Grace, **horovod: Any
 ) -> keras.optimizers.Optimizer:
@@ -25,6 +29,11 @@ def DistributedOptimizer(
     Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including one that
     ``compile`` adds for the policy mixed_float16, decides by the means, so that all workers skip a step together.
     Compile models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
+
+    What was applied: the means of an ``apply`` are applied if the optimizer steps in it, that is if it advances its
+    ``_iterations`` or, in an ``apply`` of your own, changes a variable; so are means that it adds up for later.
+    If it skips the step or raises, they are discarded: all state and the count of steps are as before the exchange.
+    `average_gradients` sees no step, so its means always count as applied.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
     it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,
@@ -66,9 +75,9 @@ def DistributedOptimizer(
     @kit.opaque
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
         self = _alive(reference)
-        if not self._grace_paused:
-            grads, trainable_variables = _means(kit, self, self._grace, grads, trainable_variables)
-        return type(self).apply(self, grads, trainable_variables)
+        if self._grace_paused:
+            return type(self).apply(self, grads, trainable_variables)
+        return _apply_means(kit, self, self._grace, grads, trainable_variables, type(self).apply)
 
     for key, value in (("_grace", grace), ("_grace_paused", False), ("apply", apply)):
         object.__setattr__(optimizer, key, value)
@@ -100,8 +109,8 @@ def _alive(reference: Any) -> Any:
     return optimizer
 
 
-def _means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
-    # The means, and the variables as a list (or None). First check what Keras would reject only after the exchange.
+def _apply_means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: Any, apply: Any) -> Any:
+    # ``apply(optimizer, means, variables)``. First check what Keras would reject only after the exchange.
     variables = None if variables is None else list(variables)
     if variables is None and not optimizer.built:
         raise ValueError("build the optimizer first, as optimizer.build(model.trainable_variables), or pass variables")
@@ -110,7 +119,11 @@ def _means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: An
     known, grads = optimizer._trainable_variables if variables is None else variables, list(grads)
     if len(grads) != len(known):
         raise ValueError(f"there are {len(grads)} gradients for {len(known)} variables")
-    return kit.exchange(grace, grads, known), variables
+    begin(kit, optimizer, grace, transport_of(kit, grace))
+    with deciding(kit, optimizer, grace, known):
+        found = apply(optimizer, kit.exchange(grace, grads, known), variables)
+    kit.tune(grace)
+    return found
 
 
 class _Inner:
@@ -134,9 +147,8 @@ def _judge_means(kit: Toolkit) -> None:
         inner = self.inner_optimizer
         if "_grace" not in vars(inner) or inner._grace_paused:
             return plain(self, grads, trainable_variables)
-        means, variables = _means(kit, self, inner._grace, grads, trainable_variables)
         with _paused(inner):
-            return plain(self, means, variables)
+            return _apply_means(kit, self, inner._grace, grads, trainable_variables, plain)
 
     scaler.apply, scaler._grace = apply, _Inner()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -70,6 +71,15 @@ class Toolkit(ABC):
     def exchange(self, grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Average gradients over all workers. Returns means in the order of ``gradients``."""
 
+    def count(self, counter: Array) -> Any:
+        """A counter's value; or anything else that changes with it, if reading a device would wait."""
+        return self.tensor(counter)
+
+    def tune(self, grace: Grace) -> None:
+        """Count an exchange whose fate is decided, except in a graph; see `Grace.tune`."""
+        if not self.inside_graph():
+            grace.tune()
+
     @abstractmethod
     def check_alone(self, optimizer: Any = None) -> None:
         """Raise RuntimeError if the toolkit or Keras exchanges gradients itself."""
@@ -78,6 +88,10 @@ class Toolkit(ABC):
         """Whether a graph is being traced."""
         return False
 
+    def outside_graphs(self) -> AbstractContextManager[Any]:
+        """Return a context manager that leaves a graph which is being traced."""
+        return nullcontext()
+
     def opaque(self, function: F) -> F:
         """Wrap a function so that the toolkit's compiler leaves it as it is."""
         return function
@@ -85,6 +99,12 @@ class Toolkit(ABC):
     def inside(self) -> AbstractContextManager[Any]:
         """Return a context manager in which to compute with variables."""
         return nullcontext()
+
+
+def unconverted(function: F) -> F:
+    """Keep TensorFlow's AutoGraph, if it is loaded, from rewriting a function that a tf.function calls."""
+    tensorflow = sys.modules.get("tensorflow")
+    return function if tensorflow is None else tensorflow.autograph.experimental.do_not_convert(function)
 
 
 def toolkit(what: str, variables: Sequence[Any] = ()) -> Toolkit:

@@ -59,52 +59,28 @@ class Arrays(Family):
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """Write the vector x minus p[a, r] q[r, b], or the product if x is None, to ``out``, which may be x."""
-        xp, at = self._xp, self._at
-        p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
-        self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
+        xp, at, (p, q) = self._xp, self._at, self._ready(p, q)
+        (a, r), (rows, b) = xp.shape(p), xp.shape(q)
+        if rows != r or any(xp.shape(each) != (a * b,) for each in (x, out) if each is not None):  # no kernel checks it
+            raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(out)}")
+        self.library.lowrank_product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        """Write the vector x minus the product p[a, r] q[r, b] to ``rest``, and the product to x.
-
-        ``taken``: two factors of the same shapes, whose product is subtracted instead.
-        """
-        xp, at = self._xp, self._at
-        p, q, a, b, r = self._fitting(p, q, x, rest)
-        left, right, *sizes = (p, q, a, b, r) if taken is None else self._fitting(*taken, x, rest)
-        if sizes != [a, b, r]:
-            raise ValueError(f"the factors of a product are {sizes}, and those of the other {[a, b, r]}")
-        self.library.part(at(x), at(p), at(q), at(left), at(right), at(rest), a, b, r, xp.threads)
-
-    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; adds the vector ``residual`` to m first, if given."""
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
         at, (a, b), (r, _) = self._at, xp.shape(matrix), xp.shape(q)
         p = xp.buffers.empty((a, r))
-        self._check_residual(residual, a, b)
-        self.library.left(at(matrix), at(residual), at(q), at(p), a, b, r, xp.threads)
+        self.library.lowrank_left(at(matrix), None, at(q), at(p), a, b, r, xp.threads)
         return p
 
-    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; adds the vector ``residual`` to m first, if given."""
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]."""
         xp, (p, matrix) = self._xp, self._ready(p, matrix)
         at, (a, b), (_, r) = self._at, xp.shape(matrix), xp.shape(p)
         q = xp.buffers.empty((r, b))
-        self._check_residual(residual, a, b)
-        self.library.right(at(matrix), at(residual), at(p), at(q), a, b, r, xp.threads)
+        self.library.lowrank_right(at(matrix), at(p), at(q), a, b, r, xp.threads)
         return q
-
-    def _check_residual(self, residual: Array | None, a: int, b: int) -> None:
-        if residual is not None and self._xp.shape(residual) != (a * b,):
-            raise ValueError(f"a residual of {self._xp.shape(residual)} for a matrix of {(a, b)}")
-
-    def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Array, Array, int, int, int]:
-        # p and q in contiguous memory, and a, b, r. A kernel does not check lengths.
-        xp, (p, q) = self._xp, self._ready(p, q)
-        (a, r), (rows, b) = xp.shape(p), xp.shape(q)
-        if rows != r or any(xp.shape(each) != (a * b,) for each in vectors):
-            raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(vectors[-1])}")
-        return p, q, a, b, r
 
     @contextmanager
     def streaming_writes(self, n: int) -> Iterator[None]:

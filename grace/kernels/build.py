@@ -62,9 +62,26 @@ def file_name(name: str, machine: str = MACHINE) -> str | None:
 
 
 def folders() -> list[Path]:
-    """Folders of libraries: the package, or the user's cache if the package is read-only."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return [HERE / "_lib", Path(home) / "grace" / "kernels"]
+    """Folders of libraries: the package, or the user's cache if the package is read-only.
+
+    Without a home (HOME is not set, and the system does not know the user, as in some containers), the cache is in the
+    temporary directory, in a folder that no other user can write to.
+    """
+    home = _cache()
+    if home is None:
+        home = Path(tempfile.gettempdir(), f"grace-{os.getuid()}")
+        if home.is_symlink() or (home.exists() and (home.stat().st_uid != os.getuid() or home.stat().st_mode & 0o022)):
+            return [HERE / "_lib"]  # another user made it
+    return [HERE / "_lib", home / "grace" / "kernels"]
+
+
+def _cache() -> Path | None:
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
 
 
 def find(name: str) -> Path | None:
@@ -118,6 +135,8 @@ def build(*names: str) -> bool:
     if folder:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(attempt, missing))
+        if _cache() is None and folder != HERE / "_lib":
+            print(f"kernels: there is no home folder, so they are in {folder}; XDG_CACHE_HOME names a lasting place")
     if failed:
         print(f"kernels: without {', '.join(failed)} GRACE works, only slower: {next(iter(failed.values()))}")
     return not failed

@@ -1,12 +1,10 @@
-"""Calls of kernels on a backend's arrays: addresses, deferral, the rollback log, and the rows of `schema.CODECS`."""
+"""Calls of kernels on a backend's arrays: addresses, and the rows of `schema.CODECS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from grace.backends.deferred import DeferredKernels
 from grace.backends.random import recent
 from grace.core.gathered import GatheredPayloads
 from grace.core.rng import NOISE, Rng
@@ -16,27 +14,16 @@ from grace.ops.validate import fitting
 
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
-Log = list[tuple[Array, Array]]
 
 
 class Family:
     """Kernels of one kind for a backend's arrays. x is donated: a new residual, if requested, overwrites it.
 
-    ``log``: a step's rollback log. New residuals overwrite the previous ones, which move to x; the log records both
-    arrays.
-    ``deferred``: a queue for all calls except those that determine the length of their results.
     ``tables``: a cache of noise tables.
     """
 
-    def __init__(
-        self,
-        xp: Any,
-        library: Library,
-        tables: dict[Any, Array],
-        log: Log | None = None,
-        deferred: DeferredKernels | None = None,
-    ):
-        self._xp, self.library, self._tables, self._log, self._deferred = xp, library, tables, log, deferred
+    def __init__(self, xp: Any, library: Library, tables: dict[Any, Array]):
+        self._xp, self.library, self._tables = xp, library, tables
         self._at = xp.buffers.address
 
     def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
@@ -58,11 +45,6 @@ class Family:
 
         return recent(self._tables, keys, made)
 
-    def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
-        # The array of the new residual, its address if it is written, and whether x and the residual are swapped.
-        left, swap = (x, False) if self._log is None or residual is None else (residual, True)
-        return left, None if residual is None else self._at(left), swap
-
     def _encode(
         self,
         name: str,
@@ -70,37 +52,30 @@ class Family:
         residual: Array | None,
         how: tuple[Any, ...],
         more: tuple[Any, ...] = (),
-        *used: Any,
         sizes: Sequence[tuple[str, int | None]] | None = None,
         first: tuple[Any, ...] = (),
         alone: bool = False,
-        now: bool = False,
     ) -> tuple[tuple[Array, ...], Array]:
         # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``first``: leading arguments.
-        # ``how``: arguments that determine the sizes of arrays; ``more``: those after them. ``used``: arrays to keep
-        # alive. ``alone``: the kernel takes no residual. ``now``: do not defer.
-        xp, codec = self._xp, CODECS[name]
-        at, left = self._at, x
+        # ``how``: arguments that determine the sizes of arrays; ``more``: those after them. ``alone``: the kernel takes
+        # no residual.
+        xp, at, codec = self._xp, self._at, CODECS[name]
         payload: list[Array] = []
         addresses: list[int | None] = []
         for dtype, n in sizes or codec.sizes(*how):
             if n is None:
                 addresses.append(None)
             else:
-                payload.append(array := xp.buffers.empty_payload(n, dtype))
+                payload.append(array := xp.buffers.empty(n, dtype))
                 addresses.append(at(array))
-        kernel = getattr(self.library, codec.encode)
-        if alone:
-            call = partial(kernel, *first, at(x), *addresses, *how, *more, xp.threads)
-        else:
-            left, out, swap = self._left(x, residual)
-            call = partial(kernel, *first, at(x), at(residual), out, *addresses, *how, *more, xp.threads, swap)
-        if now:
-            call()
-            self._note(x, residual)
-        else:
-            self._do(call, (x, residual), *payload, *used)
-        return tuple(payload), left
+        source = (at(x),) if alone else self._source(x, residual)
+        getattr(self.library, codec.encode)(*first, *source, *addresses, *how, *more, xp.threads)
+        return tuple(payload), x
+
+    def _source(self, x: Array, residual: Array | None) -> tuple[int, int | None, int | None]:
+        # The addresses of x, the residual, and the new residual.
+        address = self._at(x)
+        return address, self._at(residual), None if residual is None else address
 
     def _mean(
         self,
@@ -109,37 +84,14 @@ class Family:
         out: Array | None,
         how: tuple[Any, ...],
         more: tuple[Any, ...] = (),
-        *used: Any,
         sizes: Sequence[tuple[str, int | None]] | None = None,
         first: tuple[Any, ...] = (),
-        now: bool = False,
     ) -> Array:
         # The mean of payloads, with one of `schema.CODECS`; arguments as in `_encode`.
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
-        kernel = getattr(self.library, codec.mean)
-        call = partial(kernel, *first, *columns, len(kept), self._at(out), *how, *more, xp.threads)
-        if now:
-            call()
-        else:
-            self._do(call, None, out, kept, *used)
+        getattr(self.library, codec.mean)(*first, *columns, len(kept), self._at(out), *how, *more, xp.threads)
         return out
-
-    def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
-        # ``swapped``: x and the residual, logged after the kernel has run: until then the residual is in place.
-        call = kernel if swapped is None else partial(self._noted, kernel, *swapped)
-        if self._deferred is None:
-            call()
-        else:
-            self._deferred.add(call, *used)
-
-    def _noted(self, kernel: Callable[[], Any], x: Array, residual: Array | None) -> None:
-        kernel()
-        self._note(x, residual)
-
-    def _note(self, x: Array, residual: Array | None) -> None:
-        if self._log is not None and residual is not None:
-            self._log.append((residual, x))
 
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.buffers.empty(n) if out is None else out
@@ -153,9 +105,10 @@ class Family:
             columns = [None if size is None else next(taken) for _, size in sizes]
         return kept, columns
 
-    def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
-        # The payloads, checked; they may differ in size.
-        return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
+    def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> tuple[Pairs, list[Any]]:
+        # As `_received`, for payloads that may differ in size.
+        kept = [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
+        return kept, self._columns(kept)
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(map(self._xp.buffers.contiguous, arrays))

@@ -1,17 +1,28 @@
-// Cosine transforms of chunks, as in grace/compressors/demo.py. Included by loops.cc.
+// Cosine transforms of chunks, as in grace/compressors/demo.py.
 //
-// For even h, a transform of h numbers consists of a transform of h / 2 numbers, the sums of numbers i and h - 1 - i, and of
-// the product of their differences with a symmetric matrix, which gives every other coefficient. The remaining transform,
-// of odd size, is one matrix product. Unlike in the fastest algorithms, nothing is divided by a small cosine, and all sizes
-// use the same code. Transforms run along the columns of a matrix; for rows, the matrix is first transposed in the cache.
+// A transform of an even size h has two parts. The sums of elements i and h - 1 - i are transformed with size h / 2;
+// this gives the even coefficients. Their differences are multiplied by a symmetric matrix; this gives the odd ones.
+// The last transform, of odd size, is one matrix product. Faster algorithms divide by small cosines and need code for
+// each size; this one does not. Transforms run along the columns of a matrix. For rows, the matrix is first transposed
+// in the cache.
 #pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common-inl.h"
+#include "floats-inl.h"
+#include "kernels.h"
+#include "vectors-inl.h"
+
+namespace {
 
 using grace::Cosines;
 using grace::Terms;
 using grace::Tile;
 
 #if defined(GRACE_AVX512)
-constexpr int64_t WIDE = 4, SHARED = 4;  // adjacent vectors, and rows of a product that share their loads
+constexpr int64_t WIDE = 4, SHARED = 4;  // adjacent vectors, and rows of a product that share each load
 #elif defined(GRACE_AVX2)
 constexpr int64_t WIDE = 1, SHARED = 4;
 #else
@@ -20,9 +31,9 @@ constexpr int64_t WIDE = 1, SHARED = 1;
 
 INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }
 
-// Scratch for a tile: four arrays with as many elements as the tile padded to whole vectors on both sides.
+// Scratch for a tile: four arrays of the size of the tile, with both sides padded to whole vectors.
 struct Workbench {
-  int64_t lanes;  // per row of `v` and of its transforms
+  int64_t lanes;  // elements per row of `v` and of its transforms
   float *v, *one, *other, *scratch;
   INLINE_MEMBER Workbench(const Tile& tile, float* room) : lanes(whole(tile.columns)), v(room) {
     const int64_t size = lanes * whole(tile.rows);
@@ -32,9 +43,9 @@ struct Workbench {
 
 INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.height ? tile.width : tile.last; }
 
-// ---- the transform and its inverse -----------------------------------------------------------------------------------
+// ---- the transform and its inverse ----------------------------------------------------------------------------------
 
-// sum + x * y. ONCE: with one rounding if the machine has FMA; otherwise the same bits on every machine.
+// Returns sum + x * y. ONCE: rounded once if the machine has FMA. Otherwise the bits are the same on every machine.
 template <bool ONCE>
 INLINE F added(F sum, F x, F y) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
@@ -43,7 +54,8 @@ INLINE F added(F sum, F x, F y) {
   return sum + x * y;
 }
 
-// Rows first .. first + ROWS of the product of a matrix, float32[.., n], and n rows of N vectors at distance `apart`.
+// Multiplies rows first .. first + ROWS - 1 of a matrix, float32[.., n], by n rows of N vectors, which are `apart`.
+// Calls emit(row, lane, vector) for each result.
 template <bool ONCE, int64_t ROWS, int64_t N, class Emit>
 INLINE void some_products(const float* matrix, int64_t n, int64_t first, const float* x, int64_t apart,
                           const Emit& emit) {
@@ -65,7 +77,7 @@ INLINE void some_products(const float* matrix, int64_t n, int64_t first, const f
   for (int64_t i = 0; i < ROWS; i++) EACH_OF(N) emit(first + i, k * W, sums[i][k]);
 }
 
-// All n rows; calls emit(row, lane, vector).
+// The same for all n rows of a matrix.
 template <bool ONCE, int64_t N, class Emit>
 INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apart, const Emit& emit) {
   int64_t i = 0;
@@ -73,17 +85,18 @@ INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apa
   for (; i < n; i++) some_products<ONCE, 1, N>(matrix, n, i, x, apart, emit);
 }
 
-// Prefetches the next tile, position by position, while the same positions of the current one are written. Hardware
-// prefetchers do not follow distant rows.
+// Prefetches each position of the next tile when the same position of the current tile is written. Hardware prefetchers
+// do not follow distant rows.
 struct Coming {
-  const float* x;  // or null
+  const float* x;  // null: there is no next tile
   int64_t stride;
   INLINE_MEMBER void ask(int64_t row, int64_t lane) const {
     if (x) __builtin_prefetch(x + row * stride + lane);
   }
 };
 
-// N vectors of each row of y = the transform of those of x. Rows are `lanes` apart; scratch: as many rows of N vectors.
+// y = the transform of x along columns, for N vectors of each row. Rows are `lanes` apart. scratch: as many rows of N
+// vectors.
 template <int64_t N>
 OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
                             const Coming& coming) {
@@ -111,7 +124,7 @@ OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_
                     __attribute__((always_inline)) { emit(step * i, lane, sum); });
 }
 
-// The inverse; y may not be x.
+// The inverse of transform_some. y must not alias x.
 template <int64_t N>
 OUTLINE void restore_some(const Cosines& how, const float* x, float* y, int64_t lanes) {
   int64_t size = how.size, step = 1;
@@ -145,7 +158,7 @@ INLINE void restore_columns(const Cosines& how, const float* x, float* y, int64_
   for (; j < lanes; j += W) restore_some<1>(how, x + j, y + j, lanes);
 }
 
-// Transposes 4 x 4 elements.
+// y = the transpose of 4 x 4 elements of x.
 INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
   __m128 a = _mm_loadu_ps(x), b = _mm_loadu_ps(x + apart), c = _mm_loadu_ps(x + 2 * apart),
@@ -160,7 +173,7 @@ INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
 #endif
 }
 
-// y[columns, ..] = the transpose of x[rows, ..], whose rows are `apart`; those of y are `lanes` apart.
+// y[columns, rows] = the transpose of x[rows, columns]. Rows of x are `apart`, rows of y are `lanes` apart.
 OUTLINE void transpose(const float* x, int64_t rows, int64_t columns, int64_t apart, float* y, int64_t lanes) {
   const int64_t fours = rows / 4 * 4, across = columns / 4 * 4;
   for (int64_t j = 0; j < across; j += 4)
@@ -169,7 +182,7 @@ OUTLINE void transpose(const float* x, int64_t rows, int64_t columns, int64_t ap
     for (int64_t i = j < across ? fours : 0; i < rows; i++) y[j * lanes + i] = x[i * apart + j];
 }
 
-// ---- tiles -----------------------------------------------------------------------------------------------------------
+// ---- tiles: demo ----------------------------------------------------------------------------------------------------
 
 template <bool RESIDUAL>
 INLINE void tile_to(const Tile& tile, const float* x, const float* residual, const Workbench& bench) {
@@ -182,8 +195,8 @@ INLINE void tile_to(const Tile& tile, const float* x, const float* residual, con
   memset(bench.v + tile.height * bench.lanes, 0, size_t((tile.rows - tile.height) * bench.lanes) * sizeof(float));
 }
 
-// The coefficients of x + residual, float32[rows, columns]; `room` keeps the sum.
-const float* cosines_of(const Tile* tile, const float* x, const float* residual, float* room) {
+// Returns the coefficients of x + residual, float32[rows, columns]. `room` keeps the sum.
+const float* demo_of(const Tile* tile, const float* x, const float* residual, float* room) {
   const Workbench bench(*tile, room);
   const int64_t rows = tile->rows, columns = tile->columns, lanes = whole(rows);
   residual ? tile_to<true>(*tile, x, residual, bench) : tile_to<false>(*tile, x, nullptr, bench);
@@ -198,7 +211,7 @@ const float* cosines_of(const Tile* tile, const float* x, const float* residual,
   return bench.other;
 }
 
-// N vectors of each row: the sum of its terms. `matrix` and `out` start at the first of these columns.
+// out = the sum of the terms of each row, for N vectors. `matrix` and `out` begin at the first of these columns.
 template <int64_t N>
 INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int64_t lanes, float* out) {
   for (int64_t row = 0, t = 0; row < rows; row++) {
@@ -213,7 +226,8 @@ INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int
   }
 }
 
-// Decodes the terms, in rows of bench.lanes. Few are non-zero, so the transform along rows sums them directly.
+// Decode: returns the tile that the terms stand for, in rows of bench.lanes. There are few terms, so the transform
+// along rows adds them directly.
 OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbench& bench) {
   const float* const matrix = tile.across->matrix;
   int64_t j = 0;
@@ -225,29 +239,21 @@ OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbe
   return bench.other;
 }
 
-template <bool RESIDUAL, Out OUT>
-INLINE void tile_left_to(const Tile& tile, const float* carried, const float* x, const float* residual, float* out,
-                         const Workbench& bench) {
-  for (int64_t i = 0; i < tile.height; i++) {
-    const int64_t size = length(tile, i), at = i * tile.stride;
-    const float *v = RESIDUAL ? bench.v + i * bench.lanes : x + at, *each = carried + i * bench.lanes;
-    int64_t j = 0;
-    for (; j + W <= size; j += W) leave<OUT>(x, residual, out, at + j, load(v + j) - load(each + j));
-    if (j < size)
-      leave_some<OUT>(x, residual, out, at + j, load_some(v + j, size - j) - load(each + j), size - j);
-  }
-  if (OUT == STREAMED) fence();
-}
-
-// x minus the decoded terms; with a residual, the sum that cosines_of left in `room` minus these.
-void cosines_left(const Tile* tile, const Terms* terms, const float* x, const float* residual, float* out, float* room,
-                  Out form) {
+// out = x - decode(terms). Without x: out = sum - decode(terms), where demo_of has left the sum in `room`.
+void demo_left(const Tile* tile, const Terms* terms, const float* x, float* out, float* room) {
   const Workbench bench(*tile, room);
   const float* const carried = restored(*tile, *terms, bench);
-  FORMS(tile_left_to, *tile, carried, x, residual, out, bench);
+  for (int64_t i = 0; i < tile->height; i++) {
+    const int64_t size = length(*tile, i);
+    const float *v = x ? x + i * tile->stride : bench.v + i * bench.lanes, *each = carried + i * bench.lanes;
+    float* const to = out + i * tile->stride;
+    int64_t j = 0;
+    for (; j + W <= size; j += W) store(to + j, load(v + j) - load(each + j));
+    if (j < size) store_some(to + j, load_some(v + j, size - j) - load(each + j), size - j);
+  }
 }
 
-INLINE F sign_of(F x) {  // NaN stays NaN
+INLINE F sign_of(F x) {  // 0 for 0, and NaN for NaN
   return pick(below_zero(x), fill(-1), pick(below_zero(fill(0) - x), fill(1), x));
 }
 
@@ -264,14 +270,14 @@ INLINE void tile_values_to(const Tile& tile, const float* values, float* out, bo
   if (STREAM) fence();
 }
 
-void cosines_values(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream) {
+void demo_values(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream) {
   const Workbench bench(*tile, room);
   const float* const values = restored(*tile, *terms, bench);
   stream ? tile_values_to<true>(*tile, values, out, sign, bench) : tile_values_to<false>(*tile, values, out, sign, bench);
 }
 
-// The largest key of each of `groups` groups of x + residual, 64 or a multiple of 128. A group has the positions that are
-// equal modulo `groups`. The last n % groups elements are ignored.
+// most[groups] = the largest key of each group of x + residual. A group holds the positions that are equal modulo
+// `groups`, which is 64 or a multiple of 128. The last n % groups elements are ignored.
 template <bool RESIDUAL, int64_t COUNT>
 INLINE void some_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
   const I cap = fill_int(0x7f800000);
@@ -295,8 +301,8 @@ void groups_largest(const float* x, const float* residual, int64_t n, int64_t gr
            : groups_largest_of<false>(x, nullptr, n, groups, most);
 }
 
-// A bound that exactly k keys reach, or, if ties prevent that, the k-th largest key. Bitwise search, so that no branch
-// depends on a single key. n is a multiple of W, 1 <= k <= n; keys of 0 do not count.
+// Returns a bound that exactly k keys reach; if ties prevent that, the k-th largest key. Searches bit by bit, so that
+// no branch depends on a single key. n is a multiple of W, and 1 <= k <= n. Keys of 0 do not count.
 int32_t bound_of(const int32_t* keys, int64_t n, int64_t k) {
   int32_t bound = 0;
   for (int32_t bit = 1 << 30; bit; bit >>= 1) {
@@ -313,3 +319,5 @@ int32_t bound_of(const int32_t* keys, int64_t n, int64_t k) {
   }
   return bound;
 }
+
+}  // namespace

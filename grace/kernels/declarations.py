@@ -62,6 +62,8 @@ class Codec:
 
     encode: str
     mean: str
+    arrays: tuple[str, ...]
+    """The arguments of the payload's arrays."""
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
     """A function of n and the attributes: dtype and length of each payload array; None: the array is absent."""
 
@@ -123,18 +125,20 @@ def codec(
     refusal: Callable[..., str] | None = None,
     memory: bool = False,
     means: bool = True,
+    swaps: bool = False,
 ) -> None:
     """Add the rows NAME_encode and NAME_mean.
 
     ``payload``: for each array dtype[length], where the length is a formula of ``size`` and the ``attributes``.
     ``encode``, ``mean``: arguments that replace the attributes in these rows. ``first``: leading arguments.
+    ``swaps``: whether the encoder has `SWAP`.
     """
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
     types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
     pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
     sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
     # cached: evaluated for each tensor in each step
-    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))
+    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", tuple(payload), lru_cache(1024)(sizes))
 
     def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:
         kernel(f"{result} {name}_{kind}({', '.join(filter(None, parts))})", text, **more)
@@ -142,13 +146,15 @@ def codec(
     columns = [(C_TYPES[dtype], array) for dtype, array in zip(types, payload, strict=True)]
     arrays = ", ".join(f"{type}* {array}" for type, array in columns)
     what = "; ".join(f"{array}: {each}" for array, each in payload.items())
-    taken, last = attributes if encode is None else encode, SWAP if source == SOURCE else THREADS
+    taken, last = attributes if encode is None else encode, SWAP if swaps else THREADS
     add("encode", result, f"{doc} {what}.", first, source, arrays, size, taken, last, memory=memory)
     if means:
         sent = ", ".join(f"const {type}* const {array}[]" for type, array in columns)
         taken, counted = attributes if mean is None else mean, "const int64_t counts[]" if counts else ""
         wrong = "int64_t" if refusal else "void"
-        text = f"out, float[n]: the mean of what workers sent, as {name}_encode makes it."
-        text += " -1, or the first worker whose payload is wrong." if refusal else ""
+        text = f"Average: out, float[n] = the mean of the workers' payloads of {name}_encode."
+        if refusal:
+            text += f" Returns -1 on success,{' or' * (not memory)} the first worker whose payload is invalid"
+            text += ", or -2." if memory else "."
         more = {"refusal": refusal, "memory": memory and refusal is not None}
         add("mean", wrong, text, first, sent, counted, "int64_t workers, float* out", size, taken, THREADS, **more)

@@ -1,11 +1,21 @@
-// Minifloats, as in `grace.kernels.Codes`, encoded and decoded some hundred at a time.
+// Codes with a table or a formula, as in `grace.kernels.Codes`: bf16, fp8, natural, natural_dithering and dettmers8.
 //
-// Plain loops over small local arrays, which compilers vectorise. Included by loops.cc.
+// The compiler vectorises the plain loops here. They work on local arrays of some hundred elements.
 #pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common-inl.h"
+#include "kernels.h"
+#include "levels-inl.h"
+#include "vectors-inl.h"
+
+namespace {
 
 using grace::Codec;
 
-constexpr int64_t SOME = 512;  // elements processed in the L1 cache; a multiple of W
+constexpr int64_t SOME = 512;  // elements of a local array, which stays in the L1 cache; a multiple of W
 
 struct Scratch {
   alignas(64) float v[SOME];
@@ -30,8 +40,8 @@ INLINE float float_of(int32_t bits) {
 
 INLINE float not_zero(float scale) { return scale == 0.0f ? 1.0f : scale; }
 
-// The sum of x and residual, padded with zeros to a whole vector. Returns the padded size. `ahead`: distance to the elements
-// that are read next.
+// v = x + residual, for `count` elements from i on, padded with zeros to a whole vector. Returns the padded size.
+// ahead: distance to the elements to prefetch.
 template <bool RESIDUAL>
 INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t i, int64_t count, int64_t ahead = AHEAD) {
   int64_t j = 0;
@@ -43,10 +53,10 @@ INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t
   return j;
 }
 
-// Lookup in a table of 2^bits entries by codes of up to 8 bits; bits == -1: no table.
+// A table with 2^bits values of codes; bits == -1: no table.
 struct LookUp {
 #if defined(GRACE_AVX512)
-  // Halves of the entries, for lookups of 64 at a time.
+  // The lower and upper 16 bits of the entries, for 64 lookups at a time.
   __m512i low[8], high[8];
   int64_t fours;
   INLINE_MEMBER LookUp(const float* table, int bits) : fours(bits <= 6 ? 1 : 4) {
@@ -75,7 +85,7 @@ struct LookUp {
   template <int64_t FOURS>
   INLINE_MEMBER void some(const uint8_t* codes, int64_t count, float* out) const {
     for (int64_t j = 0; j < count; j += 2 * W) {
-      // Reordered, since the unpacking below interleaves the two halves.
+      // Reorder the codes, because unpacklo and unpackhi below interleave the two halves.
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
       const __m256i mixed = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
       const __m512i each = _mm512_cvtepu8_epi16(mixed);
@@ -86,7 +96,7 @@ struct LookUp {
       _mm512_storeu_si512(out + j + W, _mm512_unpackhi_epi16(a, b));
     }
   }
-  // Looks up `count` codes; both arrays need room for a multiple of 32.
+  // Looks up `count` codes. Both arrays need room for `count` rounded up to a multiple of 32.
   INLINE_MEMBER void of(const uint8_t* codes, int64_t count, float* out) const {
     fours == 1 ? some<1>(codes, count, out) : some<4>(codes, count, out);
   }
@@ -101,7 +111,7 @@ struct LookUp {
 
 // ---- decoding -------------------------------------------------------------------------------------------------------
 
-// Adds the values of `count` codes to the sums, or starts the sums with them.
+// Decode: sums = the values of `count` codes. With ADD: sums += these values.
 template <bool ADD>
 INLINE void decode_to(float* sums, const Codec& codec, const LookUp& table, const uint8_t* codes, int32_t scale_bits,
                       int64_t count, Scratch& scratch) {
@@ -120,13 +130,13 @@ INLINE void decode_to(float* sums, const Codec& codec, const LookUp& table, cons
   }
   uint8_t* from = scratch.codes;
   unpack_codes(codes, count, codec.bits, from);
-  if (codec.kind == grace::FP8) {  // `first` mantissa bits, bias `second`
+  if (codec.kind == grace::FP8) {  // with `first` mantissa bits and the bias `second`
     const int32_t rest = (127 - second) << 23, shift = 23 - first, normal = 1 << first;
     const float unit = float_of((128 - second - first) << 23);
     EMIT(float_of(((from[j] & 127) < normal ? as_bits(float(from[j] & 127) * unit) : ((from[j] & 127) << shift) + rest) |
                   int32_t(uint32_t(from[j] & 128) << 24)) *
          scale)
-  } else if (codec.kind == grace::NATURAL) {  // the scale is the exponent field of code 127
+  } else if (codec.kind == grace::NATURAL) {  // the scale is the exponent field that code 127 stands for
     const int32_t top = scale_bits >= 0 && scale_bits < 255 ? scale_bits : 255, below = top - 127;
     if (top == 255) {
       const float nan = float_of(0x7fc00000);
@@ -155,7 +165,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
   Scratch scratch;
   alignas(64) float sums[SOME];
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // begin starts a block, or there is one block
+  for (int64_t at = begin; at < end; at += block, b++) {  // either `begin` starts a block, or there is one block
     const int64_t stop = least(at + block, end);
     for (int64_t i = at; i < stop; i += SOME) {
       const int64_t count = least(SOME, stop - i);
@@ -178,7 +188,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
 
 // ---- encoding -------------------------------------------------------------------------------------------------------
 
-// The exponent field of a neighbouring power of two; 0 for zero, 254 for non-finite elements.
+// Rounds to a power of two. Returns its exponent field: 0 for zero, 254 for elements that are not finite.
 INLINE int32_t rounded_field(float x, uint32_t word, bool random) {
   const int32_t bits = as_bits(x) & ABS, mantissa = bits & 0x7fffff;
   const int32_t up = random ? mantissa > int32_t(word >> 9) : mantissa >= 0x400000;
@@ -192,7 +202,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   if (codec.kind != grace::NATURAL) return statistic_of<Largest, RESIDUAL>(x, residual, n);
   Scratch scratch;
   int32_t most = 0, bits = 0;
-  for (int64_t i = 0; i < n; i += SOME) {  // stores the fields in the place of the codes
+  for (int64_t i = 0; i < n; i += SOME) {  // the fields are kept where the codes will be
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
     const float* v = scratch.v;
     uint8_t* fields = scratch.codes;
@@ -208,7 +218,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   return bits >= 0x7f800000 ? 255 : most;
 }
 
-// The sent scale of a block, from its largest magnitude.
+// Returns the scale that is sent, from the largest magnitude of a block.
 INLINE int32_t scale_of(const Codec& codec, int32_t largest) {
   if (codec.kind == grace::NATURAL) return largest < 255 && codec.second ? codec.second : largest;
   return as_bits(float_of(largest) * codec.factor);
@@ -223,7 +233,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
   const float scale = float_of(scale_bits), divisor = not_zero(scale);
   const int32_t first = codec.first, second = codec.second;
   const LookUp table(codec.table, codec.kind == grace::NEAREST ? codec.bits : -1);
-  // With blocks: the next block, whose largest magnitude is needed before it is written.
+  // Prefetch the next block, since its largest magnitude is needed before it is encoded.
   const int64_t ahead = n > AHEAD && n <= 4 * AHEAD ? n : AHEAD;
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count, ahead);
@@ -251,14 +261,14 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         int32_t doublings = (as_bits(magnitude) >> 23) - below;
         doublings = doublings > 0 ? doublings : 0;
         float steps = magnitude * float_of((exponent - doublings) << 23);
-        steps = steps < 64.0f ? steps : 0.0f;  // false only for non-finite elements
+        steps = steps < 64.0f ? steps : 0.0f;  // the condition is false only for elements that are not finite
         int32_t whole;
         if (codec.random) {
           whole = int32_t(steps);
           const float chance = (float(noise[j]) + 0.5f) * 0x1p-16f;
           whole += (steps - float(whole)) + chance >= 1.0f ? 1 : 0;
         } else {
-          whole = as_bits(steps + 0x1.8p23f) - as_bits(0x1.8p23f);  // ties to even
+          whole = as_bits(steps + 0x1.8p23f) - as_bits(0x1.8p23f);  // rounds ties to even
         }
         const int32_t code = whole + (doublings << first);
         chosen[j] = uint8_t((code < top ? code : top) + (v[j] < 0.0f ? 128 : 0));
@@ -272,7 +282,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         chosen[j] = uint8_t((chosen[j] ? high : 0) | (v[j] < 0.0f ? 128 : 0));
       }
       memcpy(to, chosen, size_t(count));
-    } else if (codec.kind == grace::DITHERED) {  // `first` levels
+    } else if (codec.kind == grace::DITHERED) {  // with `first` levels
       const float lowest = float_of((126 + first) << 23);
       const int32_t sign = 1 << (codec.bits - 1);
       for (int64_t j = 0; j < all; j++) {
@@ -285,7 +295,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         chosen[j] = uint8_t((level < first ? level : first) + (v[j] < 0.0f ? sign : 0));
       }
       pack_codes(chosen, count, codec.bits, to);
-    } else {  // nearest table entry: the number of midpoints below
+    } else {  // the nearest table entry: its code is the number of midpoints below the element
       const uint32_t* const buckets = codec.buckets;
       uint32_t* const found = scratch.words;
       alignas(64) uint32_t lower[SOME];
@@ -320,7 +330,8 @@ int32_t codes_largest(const Codec* codec, const float* x, const float* residual,
 int32_t codes_scale(const Codec* codec, int32_t largest) { return scale_of(*codec, largest); }
 
 void codes_emit(const Codec* codec, const float* x, const float* residual, float* out, uint8_t* codes, int32_t scale,
-                int64_t n, int64_t position, Out form) {
-  FORMS(codes_emit_to, *codec, x, residual, out, codes, scale, n, position);
-  if (form == STREAMED) fence();
+                int64_t n, int64_t position) {
+  KEPT_FORMS(codes_emit_to, *codec, x, residual, out, codes, scale, n, position);
 }
+
+}  // namespace

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from grace.backends.deferred import DeferredKernels
 from grace.kernels import Library, library
 from grace.kernels.arrays import Arrays
-from grace.kernels.calls import Family, Log
-from grace.kernels.memories import Memories
+from grace.kernels.calls import Family
 from grace.kernels.quantisers import Quantisers
 from grace.kernels.sparsifiers import Sparsifiers
 from grace.kernels.transforms import Transforms
@@ -50,48 +48,14 @@ def host_kernels(xp: Any) -> HostKernels | None:
     return kernels
 
 
-FAMILIES = {
-    "quantisers": Quantisers,
-    "sparsifiers": Sparsifiers,
-    "transforms": Transforms,
-    "memories": Memories,
-    "arrays": Arrays,
-}
-
-
 class HostKernels:
     """A `Library` for a backend's arrays, in families of kernels."""
 
-    quantisers: Quantisers
-    sparsifiers: Sparsifiers
-    transforms: Transforms
-    memories: Memories
-    arrays: Arrays
-
-    def __init__(
-        self,
-        xp: Any,
-        library: Library,
-        tables: dict[Any, Array] | None = None,
-        log: Log | None = None,
-        deferred: DeferredKernels | None = None,
-    ):
+    def __init__(self, xp: Any, library: Library):
         self.library, self.isa = library, library.isa
-        self._bound = xp, library, {} if tables is None else tables, log, deferred
-
-    def within(self, log: Log | None, deferred: DeferredKernels | None) -> HostKernels:
-        """These kernels, bound to a step's rollback log and deferred kernels: see `Family`."""
-        xp, library, tables, *_ = self._bound
-        return HostKernels(xp, library, tables, log, deferred)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            # Made on first use, and without the lock of a cached_property: `within` is called for each tensor.
-            if name not in FAMILIES:
-                raise AttributeError(f"host kernels have no {name!r}")
-            found = self.__dict__[name] = FAMILIES[name](*self._bound)
-            return found
+        tables: dict[Any, Array] = {}
+        self.quantisers, self.sparsifiers = Quantisers(xp, library, tables), Sparsifiers(xp, library, tables)
+        self.transforms, self.arrays = Transforms(xp, library, tables), Arrays(xp, library, tables)
 
 
 def partly(family: type[Family]) -> Callable[[type[T]], type[T]]:

@@ -1,29 +1,38 @@
-// Codes of few bits with a scale per block: random levels and ternary numbers, votes, two means, and five trits per byte.
-// Part of loops.cc. The compiler vectorises plain loops here: they work on arrays of fixed size that stay in the L1 cache.
+// Codes of few bits: qsgd, terngrad, signsgd, signum, onebit and threelc.
+//
+// The compiler vectorises the plain loops here. They work on arrays of fixed size that stay in the L1 cache.
 #pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common-inl.h"
+#include "kernels.h"
+#include "signs-inl.h"
+#include "vectors-inl.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 1024;  // elements; whole bytes for codes of every width
+constexpr int64_t CHUNK = 1024;   // elements of a chunk, whose codes of any width fill whole bytes
 constexpr int64_t VOTERS = 8192;  // elements that share a flag, as in grace/compressors/signsgd.py
 
 using grace::Halves;
-using grace::Levels;
+using grace::Qsgd;
 
-// ---- codes of 1 .. 8 bits, as in grace/ops/packing.py ----------------------------------------------------------------------
+// ---- codes of 1 .. 8 bits, as in grace/ops/packing.py ---------------------------------------------------------------
 
 INLINE int64_t packed_size(int64_t n, int bits) { return 8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8; }
 
 INLINE uint64_t lanes(int bits) { return 0x0101010101010101ull * ((1u << bits) - 1); }
 
-// For some hundred bytes, where the start-up cost of a library memcpy matters.
+// Copies some hundred bytes, for which a library memcpy takes long to start.
 INLINE void copy_bytes(uint8_t* to, const uint8_t* from, int64_t n) {
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) memcpy(to + i, from + i, 64);
   if (i < n) memcpy(to + i, from + i, size_t(n - i));
 }
 
-// Packs up to CHUNK codes, a byte each.
+// Packs up to CHUNK codes, given as bytes.
 INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packed) {
   if (bits == 8) return copy_bytes(packed, codes, n);
   uint8_t bytes[CHUNK + 8];
@@ -44,7 +53,7 @@ INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packe
   memcpy(packed, bytes, size_t(packed_size(n, bits)));
 }
 
-// The inverse; codes needs room for a multiple of 8.
+// The inverse of pack_codes. codes needs room for n rounded up to a multiple of 8.
 INLINE void unpack_codes(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
   if (bits == 8) return copy_bytes(codes, packed, n);
   uint8_t bytes[CHUNK + 8];
@@ -74,7 +83,7 @@ INLINE void values_of(const float* x, const float* residual, int64_t n, float* v
   for (int64_t i = 0; i < n; i++) v[i] = read(x, i) + read(residual, i);
 }
 
-// Writes the residual, v minus the decoded payload, according to `form`.
+// Writes the new residual, v - carried, as `form` says.
 INLINE void leave_values(const float* x, const float* residual, float* out, const float* v, const float* carried,
                          int64_t n, Out form) {
   float left[CHUNK];
@@ -85,9 +94,7 @@ INLINE void leave_values(const float* x, const float* residual, float* out, cons
 
 INLINE const float* beyond(const float* p, int64_t i) { return p ? p + i : nullptr; }
 
-// ---- levels and ternary numbers -----------------------------------------------------------------------------------------
-
-void words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
+// ---- levels and ternary numbers: qsgd, terngrad ---------------------------------------------------------------------
 
 template <bool RESIDUAL>
 INLINE double squares_of(const float* x, const float* residual, int64_t n, float largest) {
@@ -111,7 +118,7 @@ double squares(const float* x, const float* residual, int64_t n, float largest) 
 
 INLINE float norm_of(float largest, double squares) { return largest * __builtin_sqrtf(float(squares)); }
 
-// code / levels, rounded as a division: for integers up to 127, one correction step suffices.
+// Returns level / levels, rounded like a division. For integers up to 127, one correction step suffices.
 struct Share {
   float by, inverse;
   INLINE_MEMBER explicit Share(int levels) : by(float(levels)), inverse(1.0f / float(levels)) {}
@@ -125,9 +132,9 @@ struct Share {
   }
 };
 
-// Decodes codes; with ADD, adds the values to out.
+// Decode: out = the values of codes. With ADD: out += these values.
 template <bool ADD>
-INLINE void decode_levels(const uint8_t* codes, int64_t n, const Levels& how, float scale, float* out) {
+INLINE void qsgd_decode(const uint8_t* codes, int64_t n, const Qsgd& how, float scale, float* out) {
   if (how.levels) {
     const int sign = 1 << (how.bits - 1);
     const Share share(how.levels);
@@ -145,8 +152,8 @@ INLINE void decode_levels(const uint8_t* codes, int64_t n, const Levels& how, fl
   }
 }
 
-void levels_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
-                 const Levels* how, int64_t first, Out form) {
+void qsgd_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+               const Qsgd* how, int64_t first, Out form) {
   const float divisor = scale == 0.0f ? 1.0f : scale, top = float(how->levels);
   const int sign = 1 << (how->bits - 1), bits = how->bits;
   for (int64_t i = 0; i < n; i += CHUNK) {
@@ -160,7 +167,7 @@ void levels_emit(const float* x, const float* residual, float* out, uint8_t* cod
       for (int64_t j = 0; j < count; j++) u[j] = (float(int(noise[j])) + 0.5f) * 0x1p-16f;
       for (int64_t j = 0; j < count; j++) {
         const float raised = __builtin_fabsf(v[j]) / divisor * top + u[j];
-        const int level = int(raised < top + 1.0f ? raised : top);  // also brings NaN into range
+        const int level = int(raised < top + 1.0f ? raised : top);  // converts NaN to a valid level, too
         all[j] = uint8_t((level < how->levels ? level : how->levels) + (v[j] < 0.0f ? sign : 0));
       }
     } else {
@@ -174,32 +181,33 @@ void levels_emit(const float* x, const float* residual, float* out, uint8_t* cod
     }
     pack_codes(all, count, bits, codes + i / 8 * bits);
     if (form != NONE) {
-      decode_levels<false>(all, count, *how, scale, u);
+      qsgd_decode<false>(all, count, *how, scale, u);
       leave_values(x + i, beyond(residual, i), out + i, v, u, count, form);
     }
   }
 }
 
-void levels_blocks(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
-                   int64_t block, const Levels* how, int64_t first, Out form) {
+void qsgd_blocks(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                 int64_t block, const Qsgd* how, int64_t first, Out form) {
   for (int64_t at = 0, b = 0; at < n; at += block, b++) {
     const int64_t size = least(block, n - at);
     const float* r = beyond(residual, at);
-    float scale = as_float(ints_largest(x + at, r, size));
+    float scale = as_float(largest_magnitude(x + at, r, size));
     if (how->levels) scale = norm_of(scale, squares(x + at, r, size, scale));
     write(scales, b, scale);
-    levels_emit(x + at, r, form == NONE ? nullptr : out + at, codes + at / 8 * how->bits, scale, size, how, first + at,
-                form);
+    qsgd_emit(x + at, r, form == NONE ? nullptr : out + at, codes + at / 8 * how->bits, scale, size, how, first + at,
+              form);
   }
 }
 
-// The mean, in chunks of up to CHUNK elements of a block: calls add<ADD>(worker, block, from, count, sum) per worker.
+// Average, in chunks of up to CHUNK elements of a block. Calls add(worker, block, from, count, sum) for each worker:
+// worker 0 writes its values to sum[count], and the others add theirs.
 template <class Add>
 INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t end, int64_t block, int64_t chunk,
                            bool stream, const Add& add) {
   alignas(64) float sum[CHUNK];
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // begin starts a block, or there is one block
+  for (int64_t at = begin; at < end; at += block, b++) {  // either `begin` starts a block, or there is one block
     const int64_t stop = least(at + block, end);
     for (int64_t i = at; i < stop; i += chunk) {
       const int64_t count = least(chunk, stop - i);
@@ -210,21 +218,21 @@ INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t e
   if (stream) fence();
 }
 
-void levels_sum(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
-                int64_t end, int64_t block, const Levels* how, bool stream) {
+void qsgd_sum(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
+              int64_t end, int64_t block, const Qsgd* how, bool stream) {
   uint8_t all[CHUNK];
   mean_of_chunks(workers, out, begin, end, block, CHUNK, stream,
                  [&](int64_t w, int64_t b, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
                    unpack_codes(codes[w] + i / 8 * how->bits, count, how->bits, all);
                    const float scale = read(scales[w], b);
-                   w ? decode_levels<true>(all, count, *how, scale, sum)
-                     : decode_levels<false>(all, count, *how, scale, sum);
+                   w ? qsgd_decode<true>(all, count, *how, scale, sum)
+                     : qsgd_decode<false>(all, count, *how, scale, sum);
                  });
 }
 
-// ---- votes -------------------------------------------------------------------------------------------------------------
+// ---- votes: signsgd, signum -----------------------------------------------------------------------------------------
 
-void votes_encode(const float* x, uint8_t* bits, uint8_t* flags, int64_t n) {
+void signsgd_encode(const float* x, uint8_t* bits, uint8_t* flags, int64_t n) {
   for (int64_t at = 0, b = 0; at < n; at += VOTERS, b++) {
     const int64_t stop = least(at + VOTERS, n);
     I most = fill_int(0);
@@ -246,7 +254,7 @@ void votes_encode(const float* x, uint8_t* bits, uint8_t* flags, int64_t n) {
 }
 
 template <int N, bool STREAM>
-INLINE void votes_tile(const uint8_t* const* bits, int64_t workers, float* out, int64_t at) {
+INLINE void signsgd_tile(const uint8_t* const* bits, int64_t workers, float* out, int64_t at) {
   const F yes = fill(1.0f), no = fill(-1.0f);
   F sum[N] = {};
   for (int64_t w = 0; w < workers; w++) {
@@ -260,8 +268,8 @@ INLINE void votes_tile(const uint8_t* const* bits, int64_t workers, float* out, 
 }
 
 template <bool STREAM>
-INLINE void votes_sum_to(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out,
-                         int64_t begin, int64_t end) {
+INLINE void signsgd_sum_to(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out,
+                           int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; at += VOTERS) {
     const int64_t stop = least(at + VOTERS, end), b = at / VOTERS;
     bool wrong = false;
@@ -273,8 +281,8 @@ INLINE void votes_sum_to(const uint8_t* const* bits, const uint8_t* const* flags
       if (i < stop) store_some(out + i, nothing, stop - i);
       continue;
     }
-    for (; i + TILE * W <= stop; i += TILE * W) votes_tile<TILE, STREAM>(bits, workers, out, i);
-    for (; i + W <= stop; i += W) votes_tile<1, STREAM>(bits, workers, out, i);
+    for (; i + TILE * W <= stop; i += TILE * W) signsgd_tile<TILE, STREAM>(bits, workers, out, i);
+    for (; i + W <= stop; i += W) signsgd_tile<1, STREAM>(bits, workers, out, i);
     if (i < stop) {
       F sum = fill(0);
       for (int64_t w = 0; w < workers; w++) {
@@ -288,16 +296,16 @@ INLINE void votes_sum_to(const uint8_t* const* bits, const uint8_t* const* flags
   if (STREAM) fence();
 }
 
-void votes_sum(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out, int64_t begin,
-               int64_t end, bool stream) {
-  stream ? votes_sum_to<true>(bits, flags, workers, out, begin, end)
-         : votes_sum_to<false>(bits, flags, workers, out, begin, end);
+void signsgd_sum(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out, int64_t begin,
+                 int64_t end, bool stream) {
+  stream ? signsgd_sum_to<true>(bits, flags, workers, out, begin, end)
+         : signsgd_sum_to<false>(bits, flags, workers, out, begin, end);
 }
 
-// ---- two means ---------------------------------------------------------------------------------------------------------
+// ---- two means: onebit ----------------------------------------------------------------------------------------------
 
 template <bool RESIDUAL>
-INLINE Halves halves_of(const float* x, const float* residual, int64_t n) {
+INLINE Halves onebit_halves_of(const float* x, const float* residual, int64_t n) {
   D below = zeros(), rest = zeros();
   int64_t count = 0, i = 0;
   const auto add = [&](F v) __attribute__((always_inline)) {
@@ -311,11 +319,12 @@ INLINE Halves halves_of(const float* x, const float* residual, int64_t n) {
   return {count, count ? -total(below) : 0.0, total(rest)};
 }
 
-Halves halves(const float* x, const float* residual, int64_t n) {
-  return residual ? halves_of<true>(x, residual, n) : halves_of<false>(x, residual, n);
+Halves onebit_halves(const float* x, const float* residual, int64_t n) {
+  return residual ? onebit_halves_of<true>(x, residual, n) : onebit_halves_of<false>(x, residual, n);
 }
 
-// The values of bits; if a mean is not finite, both are.
+// onebit. of: the values of bits. bits: the mask of elements whose bit is set. If one mean is not finite, both become
+// NaN.
 struct Means {
   F below, rest;
   INLINE_MEMBER Means(float x, float y) {
@@ -327,20 +336,20 @@ struct Means {
   static INLINE_MEMBER M bits(F v) { return below_zero(v); }
 };
 
-void halves_emit(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest, int64_t n,
+void onebit_emit(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest, int64_t n,
                  Out form) {
   FORMS(bits_emit_to, x, residual, out, bits, Means(below, rest), n, 0);
   if (form == STREAMED) fence();
 }
 
-// ---- five trits per byte -----------------------------------------------------------------------------------------------
+// ---- five trits per byte: threelc -----------------------------------------------------------------------------------
 
 using grace::Runs;
 
-constexpr int64_t FIVES = 960;  // elements: whole bytes and whole cache lines
-constexpr int RUN = 243;        // bytes from here on may be runs of 2 .. 14 zero bytes
+constexpr int64_t FIVES = 960;  // elements of a chunk: whole bytes and whole cache lines
+constexpr int RUN = 243;        // larger bytes, from this one on, may be runs of 2 .. 14 bytes of zeros
 
-// The trits of each byte, padded with zeros, and its number of elements.
+// of: the trits of each byte, padded with zeros. lengths: the number of elements that it stands for.
 template <bool RUNS>
 struct Trits {
   int8_t of[256][8];
@@ -356,14 +365,15 @@ struct Trits {
 template <bool RUNS>
 constexpr Trits<RUNS> TRITS;
 
-// Decodes the next n <= FIVES elements, whole bytes, to `trits`, which needs room for 8 more. Whether any is non-zero.
+// Decodes the next n <= FIVES elements, whole bytes, to `trits`, which needs room for 8 more. Returns whether any is
+// not zero.
 template <bool RUNS>
 INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   const uint8_t* next = from.next;
   int64_t at = from.zeros;
   uint64_t any = 0;
   if (RUNS) memset(trits, 0, FIVES);
-  while (at < n) {  // the value decides only where the next one goes
+  while (at < n) {  // the only value that an iteration needs from the previous one is the place
     const uint8_t byte = *next++;
     const uint64_t five = read(reinterpret_cast<const uint64_t*>(TRITS<RUNS>.of[byte]));
     write(reinterpret_cast<uint64_t*>(trits + at), 0, five);
@@ -374,7 +384,7 @@ INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   return any;
 }
 
-// Reads each five bits as base-3 digits; one byte per result.
+// Converts eight groups of five bits to bytes. The bits of a group are base-3 digits.
 INLINE uint64_t to_the_base_three(uint64_t bits) {
   const uint64_t one = 0x0101010101010101;
 #if defined(__BMI2__)
@@ -389,7 +399,7 @@ INLINE uint64_t to_the_base_three(uint64_t bits) {
 }
 
 template <bool RESIDUAL, Out OUT>
-INLINE void trits_emit_to(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n) {
+INLINE void threelc_emit_to(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n) {
   const float divisor = scale == 0.0f ? 1.0f : scale;
   const F high = fill(divisor), low = fill(-divisor);  // 2 v is exact, and |2 v| > divisor where |v / divisor| > 1/2
   const F plus = fill(scale), minus = fill(-scale), none = fill(0.0f * scale);
@@ -417,14 +427,13 @@ INLINE void trits_emit_to(const float* x, const float* residual, float* out, uin
   }
 }
 
-void trits_emit(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n, Out form) {
-  FORMS(trits_emit_to, x, residual, out, bytes, scale, n);
-  if (form == STREAMED) fence();
+void threelc_emit(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n) {
+  KEPT_FORMS(threelc_emit_to, x, residual, out, bytes, scale, n);
 }
 
 template <bool RUNS>
-INLINE void trits_sum_of(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
-                         int64_t block, bool stream) {
+INLINE void threelc_sum_of(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
+                           int64_t block, bool stream) {
   alignas(64) float sum[FIVES];
   alignas(64) int8_t trits[FIVES + 8] = {};
   for (int64_t at = begin, b = begin / block; at < end; at += block, b++) {
@@ -444,10 +453,10 @@ INLINE void trits_sum_of(Runs* from, const float* const* scales, int64_t workers
   if (stream) fence();
 }
 
-void trits_sum(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
-               int64_t block, bool runs, bool stream) {
-  runs ? trits_sum_of<true>(from, scales, workers, out, begin, end, block, stream)
-       : trits_sum_of<false>(from, scales, workers, out, begin, end, block, stream);
+void threelc_sum(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
+                 int64_t block, bool runs, bool stream) {
+  runs ? threelc_sum_of<true>(from, scales, workers, out, begin, end, block, stream)
+       : threelc_sum_of<false>(from, scales, workers, out, begin, end, block, stream);
 }
 
 }  // namespace

@@ -1,17 +1,29 @@
-// Loops of single methods: equally populated buckets, count sketches, numbers of variable length, bins, probabilities.
-// Part of loops.cc; as in floats-inl.h, compilers vectorise plain loops over small arrays.
+// Loops that serve one method each: sketch, adaq, inceptionn, sidco and shared_int.
+//
+// As in floats-inl.h, the compiler vectorises plain loops over small arrays.
 #pragma once
 
-// ---- order -------------------------------------------------------------------------------------------------------------
+#include <cstdint>
+#include <cstring>
 
-// An integer in the order of the floats: -0 equals 0, NaN is the largest.
+#include "common-inl.h"
+#include "floats-inl.h"
+#include "kernels.h"
+#include "levels-inl.h"
+#include "vectors-inl.h"
+
+namespace {
+
+// ---- equally populated buckets: sketch ------------------------------------------------------------------------------
+
+// Returns the key of a float: keys compare as integers like the floats. -0 equals 0, and NaN is the largest.
 INLINE int32_t ordered(float x) {
   const int32_t bits = as_bits(x), magnitude = bits & ABS;
   const int32_t key = bits < 0 ? -magnitude : magnitude;
   return magnitude > 0x7f800000 ? ABS : key;
 }
 
-// The keys of x, padded with zeros to a whole vector.
+// v = x and keys = the keys of x, padded with zeros to a whole vector.
 INLINE void ordered_some(const float* x, int64_t count, float* v, int32_t* keys) {
   const int64_t all = load_all<false>(v, x, nullptr, 0, count);
   for (int64_t j = 0; j < all; j++) keys[j] = ordered(v[j]);
@@ -60,8 +72,8 @@ int64_t order_codes(const float* x, int64_t n, const uint16_t* places, int bits,
   return kept;
 }
 
-void quantile_emit(const float* x, int64_t n, const int32_t* bounds, int step, int bits, uint8_t* codes, double* sums,
-                   int64_t* members) {
+void sketch_emit(const float* x, int64_t n, const int32_t* bounds, int step, int bits, uint8_t* codes, double* sums,
+                 int64_t* members) {
   alignas(64) float v[SOME];
   alignas(64) int32_t keys[SOME], places[SOME];
   alignas(64) uint8_t chosen[SOME];
@@ -69,7 +81,7 @@ void quantile_emit(const float* x, int64_t n, const int32_t* bounds, int step, i
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
     for (int64_t j = 0; j < SOME; j++) places[j] = 0;
-    for (int s = step; s; s >>= 1)  // branch-free binary search
+    for (int s = step; s; s >>= 1)  // a binary search without branches
       for (int64_t j = 0; j < SOME; j++) places[j] += keys[j] > bounds[places[j] + s - 1] ? s : 0;
     for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(places[j]);
     for (int64_t j = 0; j < count; j++) sums[places[j]] += double(v[j]), members[places[j]]++;
@@ -77,8 +89,8 @@ void quantile_emit(const float* x, int64_t n, const int32_t* bounds, int step, i
   }
 }
 
-void quantile_sum(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out, int64_t begin,
-                  int64_t end, bool stream) {
+void sketch_sum(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out, int64_t begin,
+                int64_t end, bool stream) {
   uint8_t all[CHUNK];
   float found[CHUNK];
   mean_of_chunks(workers, out, begin, end, end - begin, CHUNK, stream,
@@ -89,10 +101,10 @@ void quantile_sum(const uint8_t* const* codes, const float* tables, int bits, in
                  });
 }
 
-// ---- signs, as in grace/compressors/adaq.py -------------------------------------------------------------------------------
+// ---- signs: adaq ----------------------------------------------------------------------------------------------------
 
 template <bool RESIDUAL, Out OUT>
-INLINE int32_t signs_count_to(const float* x, const float* residual, float* out, int64_t n, int64_t* counts) {
+INLINE int32_t adaq_count_to(const float* x, const float* residual, float* out, int64_t n, int64_t* counts) {
   const F zero = fill(0);
   I most = fill_int(0);
   int64_t above_it = 0, below_it = 0, i = 0;
@@ -113,110 +125,18 @@ INLINE int32_t signs_count_to(const float* x, const float* residual, float* out,
     leave_some<OUT>(x, residual, out, i, v, n - i);
   }
   counts[0] += above_it, counts[1] += below_it;
-  if (OUT == STREAMED) fence();
   return largest(most);
 }
 
-int32_t signs_count(const float* x, const float* residual, float* out, int64_t n, int64_t* counts, Out form) {
-  return FORMS(signs_count_to, x, residual, out, n, counts);
+int32_t adaq_count(const float* x, const float* residual, float* out, int64_t n, int64_t* counts) {
+  return KEPT_FORMS(adaq_count_to, x, residual, out, n, counts);
 }
 
-// ---- count sketches, as in grace/compressors/sketch_sgd.py ---------------------------------------------------------------
+// ---- numbers of 32, 16, 8 or 0 bits: inceptionn ---------------------------------------------------------------------
 
-using grace::Groups;
+using grace::Inceptionn;
 
-// An element of a group with its sign: the product of the place's sign and the group's.
-INLINE float with_sign(const float* x, const int32_t* places, int32_t own, int64_t j) {
-  return float_of(as_bits(read(x, j)) ^ ((read(places, j) ^ own) & INT32_MIN));
-}
-
-void hashed_add(const float* x, int64_t begin, int64_t end, const Groups* how, const int32_t* words, double* table) {
-  const int64_t size = how->size, width = how->width;
-  for (int64_t i = begin; i < end; i += size) {
-    const int32_t own = words[size + i / size];
-    const int64_t count = least(size, end - i), at = own & (width - 1), ahead = least(count, width - at);
-    const auto add = [=](int64_t from, int64_t to, double* sums) __attribute__((always_inline)) {
-      for (int64_t j = from; j < to; j++) sums[j] += double(with_sign(x + i, words, own, j));
-    };
-    for (int64_t j = 0; j < size; j += W) __builtin_prefetch(x + i + 8 * size + j);  // accesses to the table defeat the hardware prefetcher
-    const int64_t odd = least(ahead, -at & 7);  // aligns the stores to cache lines
-    add(0, odd, table + at), add(odd, ahead, table + at), add(ahead, count, table - ahead);
-  }
-}
-
-// Sorts two. With SPREAD, both become NaN if either is.
-template <bool SPREAD>
-INLINE void in_order(F& a, F& b) {
-  const F x = a, y = b;
-  a = lower(x, y), b = higher(x, y);
-  if constexpr (SPREAD) {
-    float one[W], other[W], low[W], high[W];
-    store(one, x), store(other, y), store(low, a), store(high, b);
-    for (int64_t j = 0; j < W; j++)
-      if (one[j] != one[j] || other[j] != other[j]) low[j] = high[j] = __builtin_nanf("");
-    a = load(low), b = load(high);
-  }
-}
-
-// The median of each column of found[rows, SOME], by bubble sort down to the middle.
-template <bool SPREAD>
-OUTLINE void medians(const float* found, int64_t rows, int64_t count, float* out) {
-  for (int64_t j = 0; j < count; j += W) {
-    F v[99];
-    for (int64_t row = 0; row < rows; row++) v[row] = load(found + row * SOME + j);
-    for (int64_t end = rows - 1; end >= rows / 2; end--)
-      for (int64_t row = 0; row < end; row++) in_order<SPREAD>(v[row], v[row + 1]);
-    count - j < W ? store_some(out + j, v[rows / 2], count - j) : store(out + j, v[rows / 2]);
-  }
-}
-
-INLINE F middle(F a, F b, F c, F d, F e) {
-  const F low = higher(lower(a, b), lower(c, d)), high = lower(higher(a, b), higher(c, d));
-  return higher(lower(low, high), lower(higher(low, high), e));
-}
-
-void hashed_estimate(const float* table, int64_t rows, const Groups* how, const int32_t* words, int64_t begin,
-                     int64_t end, bool finite, float* scratch, float* out) {
-  const int64_t size = how->size, width = how->width;
-  for (int64_t i = begin; i < end; i += size) {
-    const int64_t count = least(size, end - i);
-    if (rows == 5 && finite && count % W == 0) {
-      const float* from[5];
-      F own[5];
-      bool whole = true;
-      for (int64_t row = 0; row < 5; row++) {
-        const int32_t word = words[row * how->count + size + i / size];
-        const int64_t at = word & (width - 1);
-        whole &= at + count <= width;
-        from[row] = table + row * width + at, own[row] = fill(word < 0 ? -1.0f : 1.0f);
-      }
-      if (whole) {  // no group wraps around its row
-        for (int64_t j = 0; j < count; j += W) {
-          F v[5];
-          for (int64_t row = 0; row < 5; row++)
-            v[row] = flipped(load(from[row] + j), words + row * how->count + j, 0) * own[row];
-          store(out + i + j, middle(v[0], v[1], v[2], v[3], v[4]));
-        }
-        continue;
-      }
-    }
-    for (int64_t row = 0; row < rows; row++) {
-      const int32_t *places = words + row * how->count, own = places[size + i / size];
-      const float* from = table + row * width;
-      const int64_t at = own & (width - 1), ahead = least(count, width - at);
-      float* to = scratch + row * SOME;
-      for (int64_t j = 0; j < ahead; j++) to[j] = with_sign(from + at, places, own, j);
-      for (int64_t j = ahead; j < count; j++) to[j] = with_sign(from - ahead, places, own, j);
-    }
-    finite ? medians<false>(scratch, rows, count, out + i) : medians<true>(scratch, rows, count, out + i);
-  }
-}
-
-// ---- numbers of 32, 16, 8 or 0 bits, as in grace/compressors/inceptionn.py ------------------------------------------------
-
-using grace::Tagged;
-
-void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts) {
+void inceptionn_count(const Inceptionn* how, const float* x, int64_t n, int64_t* counts) {
   const I one = fill_int(how->one), two = fill_int(how->two), three = fill_int(how->three);
   int64_t reached[3] = {};
   for (int64_t i = 0; i < n; i += W) {
@@ -228,14 +148,14 @@ void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts)
   counts[0] = reached[2], counts[1] = reached[1] - reached[2], counts[2] = reached[0] - reached[1];
 }
 
-constexpr int64_t ROOM = SOME + W;  // a chunk and padding
+constexpr int64_t ROOM = SOME + W;  // SOME elements and padding
 
 template <class T>
-INLINE T* behind(T* p, int64_t count) {  // p may be unaligned
+INLINE T* behind(T* p, int64_t count) {  // p + count, where p need not be aligned
   return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
-// The signed numbers of up to SOME elements, by tag. counts[tag]: their number, except for tag 0.
+// The signed numbers of up to SOME elements, by tag. counts[tag]: how many there are of tags 1, 2 and 3.
 struct Parts {
   alignas(64) float three[ROOM];
   alignas(64) uint16_t two[ROOM];
@@ -244,7 +164,7 @@ struct Parts {
 };
 
 #if defined(GRACE_AVX512)
-INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
+INLINE void inceptionn_parts(const Inceptionn& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
   const I bounds[3] = {fill_int(how.one), fill_int(how.two), fill_int(how.three)};
   const F wide = fill(0x1p15f), narrow = fill(how.steps);
   int64_t three = 0, two = 0, one = 0;
@@ -276,7 +196,7 @@ INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8
   parts.counts[1] = one, parts.counts[2] = two, parts.counts[3] = three;
 }
 #else
-INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
+INLINE void inceptionn_parts(const Inceptionn& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
   alignas(64) float v[SOME];
   alignas(64) uint32_t words[SOME], found[4][ROOM];
   alignas(64) uint8_t tags[SOME];
@@ -289,10 +209,10 @@ INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8
     const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
     const float small = float_of(m < how.three ? m : 0), tiny = float_of(m < how.two ? m : 0);
     const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how.steps) + (below << 7);
-    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // branch-free, so that it vectorises
+    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // without branches, so that the loop vectorises
     words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
   }
-  uint64_t next = 0;  // four 16-bit counts
+  uint64_t next = 0;  // four counts of 16 bits
   for (int64_t j = 0; j < all; j++) {
     const int shift = 16 * tags[j];
     found[tags[j]][next >> shift & 0xffff] = words[j];
@@ -307,11 +227,11 @@ INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8
 }
 #endif
 
-void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
-                 uint8_t* one) {
+void inceptionn_emit(const Inceptionn* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
+                     uint8_t* one) {
   Parts parts;
   for (int64_t i = 0; i < n; i += SOME) {
-    tagged_parts(*how, x + i, least(SOME, n - i), packed + i / 4, parts);
+    inceptionn_parts(*how, x + i, least(SOME, n - i), packed + i / 4, parts);
     const int64_t* counts = parts.counts;
     // An empty array may be null, which memcpy does not allow.
     if (counts[3]) memcpy(three, parts.three, size_t(counts[3]) * 4), three = behind(three, counts[3]);
@@ -320,9 +240,9 @@ void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, 
   }
 }
 
-// counts[3] += the numbers of tags 3, 2 and 1 among `count` packed tags.
+// counts[3] += how many of `count` packed tags are 3, 2 and 1.
 void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
-  int64_t lows = 0, highs = 0, both = 0;  // of the tags' bits
+  int64_t lows = 0, highs = 0, both = 0;  // tags with the lower bit set, with the upper one, with both
   const auto add = [&](uint64_t word) __attribute__((always_inline)) {
     const uint64_t odd = 0x5555555555555555;
     lows += __builtin_popcountll(word & odd), highs += __builtin_popcountll(word & ~odd);
@@ -338,17 +258,17 @@ void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
   counts[0] += both, counts[1] += highs - both, counts[2] += lows - both;
 }
 
-// Sums decoded elements, and advances `from`.
+// Decode: sum = the values of `count` elements. With ADD: sum += these values. Advances `from`.
 #if defined(GRACE_AVX512)
 template <bool ADD>
-INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
+INLINE void inceptionn_add(const Inceptionn& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
   const float* three = from.three;
   const uint8_t *two = from.two, *one = from.one;
   const auto number = [](__m512i codes, int top, float unit) __attribute__((always_inline)) {
     const __m512i sign = _mm512_set1_epi32(1 << top), signs = _mm512_slli_epi32(codes, 31 - top);
     const __m512 some = _mm512_cvtepi32_ps(_mm512_andnot_si512(sign, codes));
     const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(some, _mm512_set1_ps(unit)));
-    const __m512i all = _mm512_ternarylogic_epi32(bits, signs, _mm512_set1_epi32(INT32_MIN), 0xf8);  // sign bit only
+    const __m512i all = _mm512_ternarylogic_epi32(bits, signs, _mm512_set1_epi32(INT32_MIN), 0xf8);  // adds the sign bit
     return _mm512_castsi512_ps(all);
   };
   const auto lanes = [](int many) __attribute__((always_inline)) { return _bzhi_u32(0xffff, uint32_t(many)); };
@@ -360,7 +280,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
     else
       memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
     const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa), ones = low & ~high;
-    // Nothing beyond the arrays is read.
+    // Masked loads: nothing beyond the arrays is read.
     const int many = __builtin_popcount(ones);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(M(lanes(many)), one));
     F all = {_mm512_maskz_expand_ps(M(ones), number(bytes, 7, unit))};
@@ -379,7 +299,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
 }
 #else
 template <bool ADD>
-INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
+INLINE void inceptionn_add(const Inceptionn& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
   alignas(64) float parts[4][ROOM];
   int64_t counts[3] = {};
   tags_count(packed, count, counts);
@@ -397,7 +317,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
   from.two += 2 * counts[1], from.one += counts[2];
   alignas(64) uint8_t tags[SOME];
   unpack_codes(packed, count, 2, tags);
-  uint64_t next = 0;  // four 16-bit counts
+  uint64_t next = 0;  // four counts of 16 bits
   for (int64_t j = 0; j < count; j++) {
     const int shift = 16 * tags[j];
     const float value = parts[tags[j]][next >> shift & 0xffff];
@@ -407,217 +327,37 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
 }
 #endif
 
-void tagged_sum(const Tagged* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
-                int64_t begin, int64_t end, bool stream) {
+void inceptionn_sum(const Inceptionn* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
+                    int64_t begin, int64_t end, bool stream) {
   mean_of_chunks(workers, out, begin, end, end - begin, SOME, stream,
                  [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
-                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum)
-                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum);
+                   w ? inceptionn_add<true>(*how, from[w], packed[w] + i / 4, count, sum)
+                     : inceptionn_add<false>(*how, from[w], packed[w] + i / 4, count, sum);
                  });
 }
 
-// ---- bins, as in grace/compressors/adacomp.py -----------------------------------------------------------------------------
-
-int64_t bins_emit(const float* x, const float* residual, float* out, int64_t n, int64_t size, uint8_t* counts,
-                  uint8_t* places, double* total) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < n; i += size) {
-    const int64_t count = least(size, n - i);
-    F sums[128 / W];
-    I most = fill_int(0);
-    for (int64_t j = 0; j < count; j += W) {
-      F& v = sums[j / W];
-      if (j + W <= count) {
-        v = value<true>(x, residual, i + j);
-        store(out + i + j, v);
-      } else {
-        v = value_some<true>(x, residual, i + j, count - j);
-        store_some(out + i + j, v, count - j);
-      }
-      most = larger(most, magnitude_bits(v));
-    }
-    const int32_t bound = largest(most);
-    *total += double(float_of(bound));
-    const I bounds = fill_int(bound ? bound : ABS), infinite = fill_int(0x7f800000);
-    const int64_t before = kept;
-    for (int64_t j = 0; j < count; j += W) {
-      const F v = sums[j / W], again = j + W <= count ? load(x + i + j) : load_some(x + i + j, count - j);
-      const I reach = magnitude_bits(v + again);
-      const uint32_t reaching = bits_of(at_least(reach, bounds)) & bits_of(at_least(infinite, reach));
-      uint32_t m = reaching | bits_of(at_least(magnitude_bits(v), infinite));
-#if defined(GRACE_AVX512)
-      if (j + W <= count) {
-        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(int32_t(j)));
-        const __m512i all = _mm512_mask_add_epi32(place, below_zero(v), place, _mm512_set1_epi32(128));
-        const __m128i some = _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(places + kept), some);
-        kept += __builtin_popcount(m);
-        continue;
-      }
-#endif
-      const uint32_t negative = m ? bits_of(below_zero(v)) : 0;
-      for (; m; m &= m - 1) {
-        const int lane = __builtin_ctz(m);
-        places[kept++] = uint8_t(j + lane + ((negative >> lane & 1) << 7));
-      }
-    }
-    counts[i / size] = uint8_t(kept - before);
-  }
-  return kept;
-}
-
-// ---- chances, as in grace/compressors/wangni.py ---------------------------------------------------------------------------
-
-using grace::Chances;
-using grace::Unit;
-
-grace::Range range(const float* x, int64_t n) {
-  I most = fill_int(0), least = fill_int(ABS);
-  const M all = mask_of(0xffff);
-  const auto look = [&](F v) __attribute__((always_inline)) {
-    const I bits = magnitude_bits(v), one_less = raised(all, bits, -1);  // for 0, the largest
-    F as_float;
-    memcpy(&as_float, &one_less, sizeof as_float);
-    most = larger(most, bits), least = smaller(least, magnitude_bits(as_float));
-  };
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    prefetch<false>(x, nullptr, i + AHEAD);
-    look(load(x + i));
-  }
-  if (i < n) look(load_some(x + i, n - i));
-  int32_t each[W], low = ABS;
-  memcpy(each, &least, sizeof each);
-  for (int64_t j = 0; j < W; j++) low = each[j] < low ? each[j] : low;
-  return {largest(most), low == ABS ? ABS : low + 1};
-}
-
-template <bool NEAR>
-INLINE Chances chances_sum_of(const float* x, int64_t n, float largest, float unit) {
-  const Quotients<NEAR> to_largest(largest), to_unit(unit);
-  const I units = magnitude_bits(fill(unit));
-  D sum = zeros();
-  int64_t count = 0, i = 0;
-  const auto look = [&](F v) __attribute__((always_inline)) {
-    const F relative = to_largest.of(magnitude(v));
-    const M certain = at_least(magnitude_bits(relative), units);
-    count += __builtin_popcount(bits_of(certain));
-    add_finite(sum, clear(certain, to_unit.of(relative)));
-  };
-  if (unit == 0.0f) {
-    for (; i + W <= n; i += W) {
-      prefetch<false>(x, nullptr, i + AHEAD);
-      add_finite(sum, to_largest.of(magnitude(load(x + i))));
-    }
-    if (i < n) add_finite(sum, to_largest.of(magnitude(load_some(x + i, n - i))));
-  } else {
-    for (; i + W <= n; i += W) {
-      prefetch<false>(x, nullptr, i + AHEAD);
-      look(load(x + i));
-    }
-    if (i < n) look(load_some(x + i, n - i));
-  }
-  return {count, total_finite(sum)};
-}
-
-Chances chances_sum(const float* x, int64_t n, Unit unit) {
-  return unit.near ? chances_sum_of<true>(x, n, unit.largest, unit.unit)
-                   : chances_sum_of<false>(x, n, unit.largest, unit.unit);
-}
-
-template <bool NEAR>
-INLINE void chances_emit_of(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1,
-                            int64_t start, int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
-  alignas(64) uint32_t words[SOME];
-  int32_t places[SOME + W];
-  uint32_t surely[SOME / W];  // one bit each
-  const Quotients<NEAR> to_largest(largest), to_unit(unit);
-  const F units = fill(unit), step = fill(0x1p-24f);
-  const I infinite = fill_int(0x7f800000);
-  int64_t many = 0, few = 0;
-  for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i);
-    int64_t found = 0;
-    words_as<uint32_t, 8>(key0, key1, start + i, count, words);
-    for (int64_t j = 0; j < count; j += W) {
-      prefetch<false>(x, nullptr, i + j + AHEAD);
-      const bool whole = j + W <= count;
-      const F v = magnitude(whole ? load(x + i + j) : load_some(x + i + j, count - j)), relative = to_largest.of(v);
-      const F uniform = to_float(read(reinterpret_cast<const I*>(words), j / W)) * step;
-      const uint32_t there = whole ? 0xffff : (1u << (count - j)) - 1;
-      const uint32_t always = bits_of(at_least(magnitude_bits(relative), magnitude_bits(units))) |
-                              bits_of(at_least(magnitude_bits(v), infinite));
-      const uint32_t sometimes = bits_of(above(units, relative)) &
-                                 bits_of(above(to_unit.of(relative), uniform));
-      surely[j / W] = always;
-      found += compact(mask_of((always | sometimes) & there), int32_t(j), places + found);
-    }
-    for (int64_t j = 0; j < found; j++) {  // branch-free: branches would be mispredicted
-      const int32_t place = places[j], position = first + int32_t(i) + place;
-      const float each = read(x, i + place);
-      const int64_t is = surely[place / W] >> place % W & 1;
-      write(certain, many, position), write(values, many, each);
-      write(drawn, few, position ^ -int32_t(each < 0.0f));
-      many += is, few += 1 - is;
-    }
-  }
-  kept[0] = many, kept[1] = few;
-}
-
-void chances_emit(const float* x, int64_t n, Unit unit, uint32_t key0, uint32_t key1, int64_t start, int32_t first,
-                  int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
-  (unit.near ? chances_emit_of<true> : chances_emit_of<false>)(x, n, unit.largest, unit.unit, key0, key1, start, first,
-                                                               certain, values, drawn, kept);
-}
-
-// ---- tails -------------------------------------------------------------------------------------------------------------
-
-struct Tail {
-  const F zero = fill(0.0f), bound;
-  D sum = zeros(), squares = zeros();
-  int64_t count = 0;
-  INLINE_MEMBER explicit Tail(float bound) : bound(fill(bound)) {}
-  INLINE_MEMBER void add(F v) {
-    const F over = higher(magnitude(v) - bound, zero);
-    count += __builtin_popcount(bits_of(above(over, zero)));
-    add_finite(sum, squares, over);
-  }
-  INLINE_MEMBER grace::Excess result() const { return {count, total_finite(sum), total_squares(squares)}; }
-};
+// ---- tails: sidco ---------------------------------------------------------------------------------------------------
 
 grace::Excess excess(const float* x, int64_t n, float bound) {
-  Tail tail(bound);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) tail.add(load(x + i));
-  if (i < n) tail.add(load_some(x + i, n - i));
-  return tail.result();
+  const F zero = fill(0), bounds = fill(bound);
+  D sum = zeros(), squares = zeros();
+  int64_t count = 0, i = 0;
+  const auto add = [&](F v) __attribute__((always_inline)) {
+    const F over = higher(magnitude(v) - bounds, zero);
+    count += __builtin_popcount(bits_of(above(over, zero)));
+    add_finite(sum, squares, over);
+  };
+  for (; i + W <= n; i += W) add(load(x + i));
+  if (i < n) add(load_some(x + i, n - i));
+  return {count, total_finite(sum), total_squares(squares)};
 }
 
-grace::Excess accumulate_tail(float* x, float* last, float beta, float gamma, int64_t n) {
-  const F one = fill(beta), two = fill(gamma);
-  Tail tail(0.0f);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    prefetch<true>(x, last, i + AHEAD);
-    const F before = load(last + i), v = one * before + two * load(x + i);
-    tail.add(v);
-    store(last + i, v), store(x + i, before);
-  }
-  if (i < n) {
-    const F before = load_some(last + i, n - i), v = one * before + two * load_some(x + i, n - i);
-    tail.add(v);
-    store_some(last + i, v, n - i), store_some(x + i, before, n - i);
-  }
-  return tail.result();
-}
+// ---- integers summed on the wire: shared_int ------------------------------------------------------------------------
 
-// ---- integers summed on the wire, as in grace/compressors/shared_int.py ------------------------------------------------------
-
-// For one block; `first`: position of x[0] in the tensor.
+// Encodes a part of one block. first: the position of x[0] in the tensor.
 template <bool WIDE>
-INLINE void shared_emit_as(const float* x, int64_t n, float scale, float top, const Noise& noise, int64_t first,
-                           uint8_t* codes) {
+INLINE void shared_int_emit_as(const float* x, int64_t n, float scale, float top, const Noise& noise, int64_t first,
+                               uint8_t* codes) {
   constexpr int64_t BYTES = WIDE ? 4 : 1;
   const F divisor = fill(not_zero(scale)), tops = fill(top), one = fill(1);
   alignas(64) uint16_t table[SOME] = {};
@@ -639,14 +379,14 @@ INLINE void shared_emit_as(const float* x, int64_t n, float scale, float top, co
   }
 }
 
-void shared_emit(const float* x, int64_t n, float scale, float top, const Noise* noise, int64_t first, uint8_t* codes,
-                 bool wide) {
-  wide ? shared_emit_as<true>(x, n, scale, top, *noise, first, codes)
-       : shared_emit_as<false>(x, n, scale, top, *noise, first, codes);
+void shared_int_emit(const float* x, int64_t n, float scale, float top, const Noise* noise, int64_t first, uint8_t* codes,
+                     bool wide) {
+  wide ? shared_int_emit_as<true>(x, n, scale, top, *noise, first, codes)
+       : shared_int_emit_as<false>(x, n, scale, top, *noise, first, codes);
 }
 
 template <bool WIDE, bool TAKEN, bool STREAM>
-INLINE void shared_values_as(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out) {
+INLINE void shared_int_values_as(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out) {
   const Divisor divisor(steps);
   const F scales = fill(scale);
   const auto value = [&](const uint8_t* from) __attribute__((always_inline)) {
@@ -668,35 +408,14 @@ INLINE void shared_values_as(const float* x, const uint8_t* codes, int64_t n, fl
   if (STREAM) fence();
 }
 
-void shared_values(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out, bool wide,
-                   bool stream) {
-#define AS(WIDE)                                                                          \
-  x        ? shared_values_as<WIDE, true, false>(x, codes, n, scale, steps, out)          \
-  : stream ? shared_values_as<WIDE, false, true>(x, codes, n, scale, steps, out)          \
-           : shared_values_as<WIDE, false, false>(x, codes, n, scale, steps, out)
+void shared_int_values(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out, bool wide,
+                       bool stream) {
+#define AS(WIDE)                                                                     \
+  x        ? shared_int_values_as<WIDE, true, false>(x, codes, n, scale, steps, out) \
+  : stream ? shared_int_values_as<WIDE, false, true>(x, codes, n, scale, steps, out) \
+           : shared_int_values_as<WIDE, false, false>(x, codes, n, scale, steps, out)
   wide ? (AS(true)) : (AS(false));
 #undef AS
 }
 
-// ---- sums of rows with random signs, as in grace/compressors/arctopk.py ---------------------------------------------------
-
-template <int64_t COUNT>
-INLINE void signed_sums_of(const float* x, int64_t n, const int32_t* words, int64_t width, float* sums) {
-  D totals[COUNT];
-  for (int64_t k = 0; k < COUNT; k++) totals[k] = zeros();
-  for (int64_t j = 0; j < n; j += W) {
-    const F v = j + W <= n ? load(x + j) : load_some(x + j, n - j);
-    for (int64_t k = 0; k < COUNT; k++) add(totals[k], flipped(v, words + k * width + j, 0));
-  }
-  for (int64_t k = 0; k < COUNT; k++) write(sums, k, float(total(totals[k])));
-}
-
-void signed_sums(const float* x, int64_t n, int64_t size, const int32_t* words, int64_t width, int64_t many,
-                 float* sums) {
-  for (int64_t i = 0; i < n; i += size) {
-    const int64_t count = least(size, n - i);
-    int64_t k = 0;
-    for (; k + 4 <= many; k += 4, sums += 4) signed_sums_of<4>(x + i, count, words + k * width, width, sums);
-    for (; k < many; k++, sums++) signed_sums_of<1>(x + i, count, words + k * width, width, sums);
-  }
-}
+}  // namespace

@@ -94,5 +94,5 @@ def _flattening(kernel: Kernel) -> Any:
 
 
 for _kernel in KERNELS.values():
-    _wrapped = _flattening if _kernel.name in ("cosines_encode", "cosines_left") else _method
+    _wrapped = _flattening if _kernel.name in ("demo_encode", "demo_left") else _method
     setattr(Library, _kernel.name, _wrapped(_kernel))

@@ -1,35 +1,47 @@
-// Randomly rotated blocks, as in grace/ops/hadamard.py, and their codes of few bits.
+// Randomly rotated blocks, as in grace/ops/hadamard.py, and their codes: eden and thc.
 //
-// Additions have the same order as there, so that all bits agree. Included by loops.cc.
+// A rotation flips signs at random, then applies a Hadamard transform. Additions have the same order as in hadamard.py,
+// so all bits agree.
 #pragma once
 
-using grace::Normal;
-using grace::Rotation;
-using grace::Steps;
+#include <cstdint>
+#include <cstring>
 
-// Scratch for a block: arrays with as many elements as it has on the wire, at least W.
+#include "common-inl.h"
+#include "floats-inl.h"
+#include "kernels.h"
+#include "vectors-inl.h"
+
+namespace {
+
+using grace::Eden;
+using grace::Rotation;
+using grace::Thc;
+
+// Scratch for a block. Each array has room for `width` elements: as many as the block has on the wire, at least W.
 struct Block {
   int64_t width;
   float *v, *rotated;
   int32_t* words;
-  uint8_t* codes;  // or int32
+  uint8_t* codes;  // bytes or int32
   uint16_t* noise;
   Block(const Rotation& rotation, float* room)
       : width(rotation.width < W ? W : rotation.width), v(room), rotated(room + width),
         words(reinterpret_cast<int32_t*>(room + 2 * width)), codes(reinterpret_cast<uint8_t*>(room + 3 * width)),
         noise(reinterpret_cast<uint16_t*>(room + 4 * width)) {}
-  // The random words from an element on.
+  // words = the random words from an element on.
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // Only their top bits, sixteen per entry of `words`.
+  // words = only their top bits, sixteen per uint16.
   void draw_signs(const Rotation& rotation, int64_t position) const {
     top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
   }
   INLINE_MEMBER F signed_(int64_t j, F x) const {
-    return negated(read(reinterpret_cast<const uint16_t*>(words), int64_t(uint64_t(j) / W)), x);  // a shift
+    // unsigned, so that the division is a shift
+    return negated(read(reinterpret_cast<const uint16_t*>(words), int64_t(uint64_t(j) / W)), x);
   }
-  // x + residual, padded with zeros.
+  // Returns x + residual, padded with zeros.
   template <bool RESIDUAL>
   INLINE_MEMBER const float* values(const float* x, const float* residual, int64_t count) const {
     if (!RESIDUAL && count == width) return x;
@@ -38,7 +50,7 @@ struct Block {
   }
 };
 
-// ---- the transform ---------------------------------------------------------------------------------------------------
+// ---- the transform --------------------------------------------------------------------------------------------------
 
 struct Alternating {
   alignas(64) float of[4][W];
@@ -49,16 +61,14 @@ struct Alternating {
 };
 constexpr Alternating ALTERNATING;
 
-// Sums (at the lower index) and differences of elements i and i ^ HALF of a vector.
+// Replaces elements i and i ^ HALF of a vector by their sum, at the lower index, and their difference.
 template <int HALF>
 INLINE F within(F x) {
   constexpr int k = HALF == 1 ? 0 : HALF == 2 ? 1 : HALF == 4 ? 2 : 3;
   return accumulated(x, load(ALTERNATING.of[k]), swapped<HALF>(x));
 }
 
-#define EACH_OF(N) _Pragma("GCC unroll 16") for (int64_t k = 0; k < N; k++)
-
-// The same for vectors.
+// The same for the elements of N vectors.
 template <int64_t N, int64_t HALF = 1>
 INLINE void between(F* v) {
   if constexpr (HALF < N) {
@@ -71,7 +81,8 @@ INLINE void between(F* v) {
   }
 }
 
-// N consecutive vectors, from get(place).
+// The stages of the transform inside N consecutive vectors, which get(place) returns. whole: a block has at least W
+// elements.
 template <int64_t N, class Get>
 INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   for (int64_t i = 0; i < width; i += N * W) {
@@ -85,7 +96,7 @@ INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   }
 }
 
-// N vectors at a distance of `half`.
+// The stages across N vectors at distances of `half`.
 template <int64_t N>
 INLINE void far_sums(float* x, int64_t width, int64_t half) {
   for (int64_t i = 0; i < width; i += N * half)
@@ -103,7 +114,7 @@ OUTLINE void far_sums_from(float* x, int64_t width, int64_t half) {
   for (; half < width; half *= 2) far_sums<2>(x, width, half);
 }
 
-// The transform of the vectors from get(place), to block.rotated.
+// block.rotated = the transform of the vectors that get(place) returns.
 template <class Get>
 INLINE void transform(const Block& block, const Rotation& rotation, const Get& get) {
   if (block.width == 4 * W) return near_sums<4>(block.rotated, 4 * W, true, get);
@@ -115,22 +126,22 @@ INLINE void transform(const Block& block, const Rotation& rotation, const Get& g
   far_sums_from(block.rotated, block.width, many ? REGISTERS * W : W);
 }
 
-// ---- levels of a normal distribution, as in grace/compressors/eden.py ------------------------------------------------
+// ---- levels of a normal distribution: eden --------------------------------------------------------------------------
 
 template <int BITS>
 struct Quantiser {
-  F levels;     // of the codes, repeated to sixteen
-  F low, high;  // the first two levels
-  F middle, tables[3];  // of a binary search: the first midpoint, then the midpoints of each step
-  INLINE_MEMBER explicit Quantiser(const Normal& how) {
+  F levels;             // the values of codes, repeated to sixteen
+  F low, high;          // the first two levels
+  F middle, tables[3];  // a binary search: the midpoint of the first step, then those of each further step
+  INLINE_MEMBER explicit Quantiser(const Eden& how) {
     float all[2 * W] = {};
     for (int i = 0; i < W; i++) all[i] = read(how.levels, i & ((1 << BITS) - 1));
     levels = load(all), low = fill(all[0]), high = fill(all[1]);
-    memcpy(all, how.middles, ((1 << BITS) - 1) * sizeof(float));
+    if (how.middles) memcpy(all, how.middles, ((1 << BITS) - 1) * sizeof(float));  // null when decoding
     middle = fill(all[(1 << (BITS - 1)) - 1]);
     for (int k = 0; k < BITS - 1; k++) tables[k] = load(all + (1 << k) - 1);
   }
-  // Writes sixteen codes, and returns their levels. `divisor`: of x, for elements in standard deviations.
+  // Encode: writes sixteen codes, and returns their levels. x / divisor are the elements in standard deviations.
   INLINE_MEMBER F encode(F x, F divisor, uint8_t* codes) const {
     if constexpr (BITS == 1) {
       const M m = not_below_zero(x);
@@ -138,7 +149,7 @@ struct Quantiser {
       return pick(m, high, low);
     } else {
       const F normal = x / divisor;
-      I code = raised(above(normal, middle), fill_int(0), 1 << (BITS - 1));  // the number of midpoints below
+      I code = raised(above(normal, middle), fill_int(0), 1 << (BITS - 1));  // code = the number of midpoints below
       for (int k = BITS - 2; k >= 0; k--) code = raised(above(normal, entries(tables[k], code)), code, 1 << k);
       to_codes<BITS>(codes, code);
       return entries(levels, code);
@@ -152,7 +163,8 @@ struct Quantiser {
   }
 };
 
-// Rotates x / largest to block.rotated, and returns the sum of squares. Prefetches `next` meanwhile.
+// block.rotated = the rotation of v / largest. Returns the sum of squares of v / largest. Prefetches `next` and `other`
+// meanwhile.
 OUTLINE double rotate(const Block& block, const Rotation& rotation, const float* v, float largest, int stream,
                       const float* next, const float* other) {
   const F divisor = fill(not_zero(largest));
@@ -170,10 +182,10 @@ OUTLINE void rotate_again(const Block& block, const Rotation& rotation) {
   transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return load(block.rotated + j); });
 }
 
-// Writes the codes of block.rotated, and replaces it by its levels. Returns the sum of |rotated * level|.
+// Writes the codes of block.rotated, then block.rotated = their levels. Returns the sum of |rotated element * level|.
 template <int BITS>
-INLINE double normal_codes(const Block& block, const Quantiser<BITS>& quantiser, float root, int64_t width,
-                           uint8_t* codes) {
+INLINE double eden_codes(const Block& block, const Quantiser<BITS>& quantiser, float root, int64_t width,
+                         uint8_t* codes) {
   uint8_t* const to = width < W ? block.codes : codes;
   const F divisor = fill(root);
   D overlap = zeros();
@@ -187,8 +199,8 @@ INLINE double normal_codes(const Block& block, const Quantiser<BITS>& quantiser,
 }
 
 template <int BITS, bool RESIDUAL, Out OUT>
-OUTLINE void normal_blocks_of(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
-                              float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
+OUTLINE void eden_blocks_of(const Rotation& rotation, const Eden& how, const float* x, const float* residual,
+                            float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
   const Block block(rotation, room);
   const Quantiser<BITS> quantiser(how);
   const int64_t width = rotation.width, ahead = width < AHEAD ? AHEAD : width;
@@ -202,7 +214,7 @@ OUTLINE void normal_blocks_of(const Rotation& rotation, const Normal& how, const
     const float* other = RESIDUAL ? residual + at + ahead : next;
     const float square = float(rotate(block, rotation, v, largest, how.stream, next, other));
     const float overlap = float(
-        normal_codes(block, quantiser, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * BITS));
+        eden_codes(block, quantiser, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * BITS));
     const float share = how.divisor ? overlap / how.divisor : square / (square == 0.0f ? 1.0f : overlap) * root;
     const float scale = share * largest;
     write(scales, b, scale);
@@ -220,23 +232,23 @@ OUTLINE void normal_blocks_of(const Rotation& rotation, const Normal& how, const
 }
 
 template <bool RESIDUAL, Out OUT, class... Arguments>
-INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, Arguments... arguments) {
-  how.bits == 1   ? normal_blocks_of<1, RESIDUAL, OUT>(rotation, how, arguments...)
-  : how.bits == 2 ? normal_blocks_of<2, RESIDUAL, OUT>(rotation, how, arguments...)
-  : how.bits == 3 ? normal_blocks_of<3, RESIDUAL, OUT>(rotation, how, arguments...)
-                  : normal_blocks_of<4, RESIDUAL, OUT>(rotation, how, arguments...);
+INLINE void eden_blocks_to(const Rotation& rotation, const Eden& how, Arguments... arguments) {
+  how.bits == 1   ? eden_blocks_of<1, RESIDUAL, OUT>(rotation, how, arguments...)
+  : how.bits == 2 ? eden_blocks_of<2, RESIDUAL, OUT>(rotation, how, arguments...)
+  : how.bits == 3 ? eden_blocks_of<3, RESIDUAL, OUT>(rotation, how, arguments...)
+                  : eden_blocks_of<4, RESIDUAL, OUT>(rotation, how, arguments...);
 }
 
-void normal_blocks(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
-                   uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form) {
-  FORMS(normal_blocks_to, *rotation, *how, x, residual, out, codes, scales, n, first, room);
+void eden_blocks(const Rotation* rotation, const Eden* how, const float* x, const float* residual, float* out,
+                 uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form) {
+  FORMS(eden_blocks_to, *rotation, *how, x, residual, out, codes, scales, n, first, room);
   if (form == STREAMED) fence();
 }
 
 template <int BITS, bool STREAM>
-OUTLINE void normal_sum_of(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
-                           const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
-                           int64_t begin, int64_t end, float* room) {
+OUTLINE void eden_sum_of(const Rotation& rotation, const Eden& how, const uint8_t* const* codes,
+                         const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
+                         int64_t begin, int64_t end, float* room) {
   const Block block(rotation, room);
   const Quantiser<BITS> quantiser(how);
   const int64_t width = rotation.width;
@@ -270,24 +282,24 @@ OUTLINE void normal_sum_of(const Rotation& rotation, const Normal& how, const ui
 }
 
 template <bool STREAM, class... Arguments>
-INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, Arguments... arguments) {
-  how.bits == 1   ? normal_sum_of<1, STREAM>(rotation, how, arguments...)
-  : how.bits == 2 ? normal_sum_of<2, STREAM>(rotation, how, arguments...)
-  : how.bits == 3 ? normal_sum_of<3, STREAM>(rotation, how, arguments...)
-                  : normal_sum_of<4, STREAM>(rotation, how, arguments...);
+INLINE void eden_sum_to(const Rotation& rotation, const Eden& how, Arguments... arguments) {
+  how.bits == 1   ? eden_sum_of<1, STREAM>(rotation, how, arguments...)
+  : how.bits == 2 ? eden_sum_of<2, STREAM>(rotation, how, arguments...)
+  : how.bits == 3 ? eden_sum_of<3, STREAM>(rotation, how, arguments...)
+                  : eden_sum_of<4, STREAM>(rotation, how, arguments...);
 }
 
-void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* const* codes, const float* const* scales,
-                const uint8_t* const* streams, int64_t workers, float* out, int64_t begin, int64_t end, float* room,
-                bool stream) {
-  stream ? normal_sum_to<true>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room)
-         : normal_sum_to<false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room);
+void eden_sum(const Rotation* rotation, const Eden* how, const uint8_t* const* codes, const float* const* scales,
+              const uint8_t* const* streams, int64_t workers, float* out, int64_t begin, int64_t end, float* room,
+              bool stream) {
+  stream ? eden_sum_to<true>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room)
+         : eden_sum_to<false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room);
 }
 
-// ---- equal steps summed on the wire, as in grace/compressors/thc.py -----------------------------------------------------
+// ---- equal steps summed on the wire: thc ----------------------------------------------------------------------------
 
-void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
-                  int64_t n, int64_t first, float* room) {
+void thc_blocks(const Rotation* rotation, const Thc* how, const float* x, const float* norms, uint8_t* codes,
+                int64_t n, int64_t first, float* room) {
   const Block block(*rotation, room);
   const int64_t width = rotation->width, ahead = width < AHEAD ? AHEAD : width;
   const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), below_one = fill(0x1.fffffep-1f);
@@ -305,7 +317,7 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
     });
     uint8_t* const to = width < W ? block.codes : codes + at * bytes;
     for (int64_t j = 0; j < block.width; j += W) {
-      const F normal = higher(low, lower(high, load(block.rotated + j)));  // this order of operands keeps NaN
+      const F normal = higher(low, lower(high, load(block.rotated + j)));  // NaN passes only with this order of operands
       const F steps = (normal + high) * factor;
       const I whole = down(steps);
       const M m = above((steps - to_float(whole)) + uniform(block.noise + j, 0), below_one);
@@ -319,10 +331,9 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
   }
 }
 
-// The transform of a block's decoded codes, or of decoded sums of codes.
-OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const Steps& how, const uint8_t* codes,
-                         float each) {
-  const F factor = fill(each), cut = fill(how.cut);
+// block.rotated = the transform of a block of codes, or of sums of codes, where one step has the value how.factor.
+OUTLINE void thc_transform(const Block& block, const Rotation& rotation, const Thc& how, const uint8_t* codes) {
+  const F factor = fill(how.factor), cut = fill(how.cut);
   const uint8_t* from = codes;
   if (rotation.width < W) from = block.codes, memcpy(block.codes, codes, size_t(rotation.width * (how.wide ? 4 : 1)));
   if (how.wide)
@@ -335,11 +346,9 @@ OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const
     });
 }
 
-// rest = x - decoded `own`, then mean = decoded sums; either may be absent. STREAM applies to the first of them.
 template <bool STREAM>
-INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const uint8_t* sums, const uint8_t* own,
-                            const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,
-                            float* room) {
+INLINE void thc_values_to(const Rotation& rotation, const Thc& how, const float* x, const uint8_t* codes,
+                          const float* norms, float* out, int64_t n, int64_t first, float* room) {
   const Block block(rotation, room);
   const int64_t width = rotation.width, bytes = how.wide ? 4 : 1;
   const F inverse = fill(1.0f / float(width));
@@ -350,24 +359,18 @@ INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const ui
       return block.signed_(j, load(block.rotated + j)) * inverse * norm;
     };
     block.draw_signs(rotation, first + at);
+    thc_transform(block, rotation, how, codes + at * bytes);
     int64_t j = 0;
-    if (own) {
-      transform_steps(block, rotation, how, own + at * bytes, how.own);
-      for (; j + W <= size; j += W) put<STREAM>(rest + at + j, load(x + at + j) - value(j));
-      if (j < size) store_some(rest + at + j, load_some(x + at + j, size - j) - value(j), size - j);
-    }
-    if (sums) {
-      transform_steps(block, rotation, how, sums + at * bytes, how.factor);
-      for (j = 0; j + W <= size; j += W) own ? store(mean + at + j, value(j)) : put<STREAM>(mean + at + j, value(j));
-      if (j < size) store_some(mean + at + j, value(j), size - j);
-    }
+    for (; j + W <= size; j += W) put<STREAM>(out + at + j, x ? load(x + at + j) - value(j) : value(j));
+    if (j < size) store_some(out + at + j, x ? load_some(x + at + j, size - j) - value(j) : value(j), size - j);
   }
   if (STREAM) fence();
 }
 
-void steps_values(const Rotation* rotation, const Steps* how, const uint8_t* sums, const uint8_t* own,
-                  const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first, float* room,
-                  bool stream) {
-  stream ? steps_values_to<true>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room)
-         : steps_values_to<false>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room);
+void thc_values(const Rotation* rotation, const Thc* how, const float* x, const uint8_t* codes, const float* norms,
+                float* out, int64_t n, int64_t first, float* room, bool stream) {
+  stream ? thc_values_to<true>(*rotation, *how, x, codes, norms, out, n, first, room)
+         : thc_values_to<false>(*rotation, *how, x, codes, norms, out, n, first, room);
 }
+
+}  // namespace

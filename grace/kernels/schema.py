@@ -1,4 +1,4 @@
-"""The kernels' C interface, one row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
+"""The C interface of the kernels, one row each; ``python -m grace.kernels.schema`` writes the header `api.h` from it.
 
 `grace.kernels.Library` takes its signatures from here, and `grace.kernels.calls` the sizes of payload arrays. To add a
 kernel, add a row here and its C++ loop.
@@ -32,197 +32,189 @@ __all__ = ["CODECS", "HEADER", "KERNELS", "Kernel", "blocks", "header"]
 HEADER = Path(__file__).with_name("api.h")
 
 
-def unordered(worker: int, n: int, each: int = 1, **_: Any) -> str:
+def unordered(worker: int, n: int, **_: Any) -> str:
     """The error text for sparse vectors."""
-    return f"worker {worker // each} sent positions that do not ascend within 0 .. {n - 1}"
+    return f"worker {worker} sent positions that do not ascend within 0 .. {n - 1}"
 
 
 def misplaced(worker: int, **_: Any) -> str:
     """The error text for chunks with positions of their own."""
-    return f"the places of worker {worker} do not ascend in their chunks"
+    return f"worker {worker} sent places that do not ascend in their chunks"
 
 
-# ---- signs, integers, levels ----
+# ---- quantisers ----
 
 SCALES = "float32[blocks(n, block)]"
 codec(
-    "signs",
+    "efsignsgd",
     {"bits": "uint8[packed(1, n)]", "scales": SCALES},
     "int64_t block",
-    "Signs, v >= 0, and mean magnitudes: grace.compressors.efsignsgd.",
+    """Encode: the sign of each element (bit: v >= 0), and the mean magnitude of each block. Method:
+    grace.compressors.efsignsgd.""",
+    swaps=True,
 )
 codec(
-    "halves",
+    "onebit",
     {"bits": "uint8[packed(1, n)]", "means": "float32[2 * blocks(n, block)]"},
     "int64_t block",
-    "Signs, v < 0, and the means of the negative and of the other elements: grace.compressors.onebit.",
+    """Encode: the sign of each element (bit: v < 0), and for each block the mean of its negative elements and the mean
+    of the others. Method: grace.compressors.onebit.""",
+    swaps=True,
 )
 codec(
-    "ints",
+    "blockint",
     {"codes": "uint8[packed(bits, n)]", "scales": SCALES},
     "int64_t block, int64_t bits",
-    """Integers of 8, 4 or 2 bits relative to each block's largest magnitude: grace.compressors.blockint. Rounds to
-    nearest without a table, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536, noise = (table[p %
-    65536] + offsets[p / 65536 - start / 65536]) % 65536 for the element at p = start + j.""",
+    """Encode: integers of 8, 4 or 2 bits, relative to the largest magnitude of each block: steps = v / scale *
+    (2^(bits - 1) - 1). Method: grace.compressors.blockint. Without table: round steps to nearest. With table,
+    uint16[65536]: floor(steps + u), where u = (noise + 0.5) / 65536. The element at position p = start + j has noise =
+    (table[p % 65536] + offsets[p / 65536 - start / 65536]) % 65536.""",
     encode=f"int64_t block, int64_t bits, {NOISE}",
+    swaps=True,
 )
 codec(
-    "levels",
+    "qsgd",
     {"codes": "uint8[packed(bits, n)]", "scales": SCALES},
     "int64_t block, int64_t bits, int64_t levels",
-    """Levels 0 .. `levels` relative to each block's norm, the sign in the top one of 1 .. 8 bits:
-    grace.compressors.qsgd. Noise as of ints_encode. levels = 0, of 2 bits: ternary numbers relative to the largest
-    magnitude, drawn by uniform numbers of the keys from `start` on, without a table: grace.compressors.terngrad.""",
+    """Encode: levels 0 .. `levels`, relative to the norm of each block, with the sign in the top one of 1 .. 8 bits.
+    Method: grace.compressors.qsgd. Noise as in blockint_encode. With levels = 0 and bits = 2: ternary numbers relative
+    to the largest magnitude, drawn without a table with the random words of the keys from position `start` on. Method:
+    grace.compressors.terngrad.""",
     encode=f"int64_t block, int64_t bits, int64_t levels, {NOISE}, int64_t key0 = 0, int64_t key1 = 0",
+    swaps=True,
 )
 codec(
-    "votes",
+    "signsgd",
     {"bits": "uint8[packed(1, n)]", "flags": "uint8[blocks(n, 8192)]"},
     "",
-    "Signs, x >= 0, and flags of blocks that hold NaN or infinity: grace.compressors.signsgd. The mean is a vote.",
+    """Encode: the sign of each element (bit: x >= 0), and a flag for each 8192 elements: whether NaN or infinity is
+    among them. The mean is a majority vote: 1, or -1; NaN where a worker's flag is set. Methods:
+    grace.compressors.signsgd, signum.""",
     source="const float* x",
 )
 codec(
-    "trits",
+    "threelc",
     {"bytes": "uint8[blocks(n, 5)]", "scales": SCALES},
     "int64_t block, int64_t runs",
-    """Ternary numbers, five in a byte: grace.compressors.threelc. Returns how many bytes are sent, the first ones.
-    block: a multiple of 40, or 0; runs: runs of zeros are written shortly.""",
+    """Encode: ternary numbers, five in a byte. Method: grace.compressors.threelc. block: a multiple of 40, or 0. runs
+    != 0: one byte replaces a run of zero bytes. Returns the number of bytes to send.""",
     encode="int64_t block, float sparsity, int64_t runs",
     result="int64_t",
     counts=True,
-    refusal=lambda worker, n, **_: f"the runs of worker {worker} do not make {-(-n // 5)} bytes",
+    refusal=lambda worker, n, **_: f"worker {worker} sent runs that do not expand to {-(-n // 5)} bytes",
 )
 codec(
     "codes",
     {"codes": "uint8[packed(8, n)]", "scales": "int32[blocks(n, block)]"},
     "int64_t block",
-    """Floats of few bits, as grace::Codec says: grace.kernels.Codes. start: the position of x[0] among random words.
-    Scales are float32 but for "natural", and absent for "bfloat16".""",
+    """Encode: codes of few bits, as `codec` describes (grace.kernels.Codes). Methods: grace.compressors.bf16, fp8,
+    natural, natural_dithering, dettmers8. start: position of x[0] in the stream of random words. Scales are float32,
+    but int32 for "natural" and absent for "bfloat16".""",
     encode="int64_t block, int64_t start = 0",
     first="const grace::Codec* codec",
 )
 codec(
-    "quantiles",
+    "sketch",
     {"codes": "uint8[packed(bits, n)]", "means": "float32[q]"},
     "int64_t q, int64_t bits",
-    """Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory.
-    In the mean of workers a code from q on is NaN.""",
+    """Encode: q <= min(n, 256) buckets of equal population, and their means. Method: grace.compressors.sketch. The mean
+    of workers is NaN where a code is q or larger. Returns 0 or -2.""",
     source="const float* x",
     result="int64_t",
     memory=True,
 )
 ROTATED = "int64_t width, int64_t bits, const float levels[]"
 codec(
-    "normal",
+    "eden",
     {
         "codes": "uint8[packed(bits, blocks(n, width) * width)]",
         "scales": "float32[blocks(n, width)]",
         "streams": "uint8[blocks(n, width)]",
     },
     "int64_t width, int64_t bits",
-    """Blocks rotated at random and rounded to 2^bits levels: grace.compressors.eden. width: elements of a block, a
-    power of two, at least 8; the last is filled up with zeros. Scales are sums of magnitudes over `divisor`, or,
-    where that is 0, those without bias. Random words are those of the keys from `start` on.""",
+    """Encode: rotate blocks at random, and round each element to one of 2^bits levels. Method: grace.compressors.eden.
+    width: elements of a block, a power of two, at least 8; the last block is padded with zeros. A scale is the sum of
+    |rotated element * level| over `divisor`; with divisor = 0, the scale without bias. The rotation takes the random
+    words of the keys from position `start` on.""",
     encode=f"{ROTATED}, const float middles[], float divisor, int64_t stream, {KEYS} = 0",
     mean=f"{ROTATED}, {KEYS} = 0",
+    swaps=True,
 )
 kernel(
-    "void norms(const float* x, float* norms, int64_t n, int64_t block, int64_t threads = 1)",
-    "norms, float[m]: the norms of blocks, as grace.ops.blocks.norms; block is not 0.",
+    "void thc_norms(const float* x, float* norms, int64_t n, int64_t block, int64_t threads = 1)",
+    """Compute norms[m] = the Euclidean norm of each block, as grace.ops.blocks.norms. block > 0. Method:
+    grace.compressors.thc.""",
 )
 STEPS = "int64_t n, int64_t width, int64_t top, int64_t wide, float cut, float factor"
 kernel(
-    "void steps_encode(const float* x, const float* norms, uint8_t* codes, "
+    "void thc_encode(const float* x, const float* norms, uint8_t* codes, "
     f"{STEPS}, const uint16_t* table, const uint16_t* offsets, {KEYS} = 0, {THREADS})",
-    """Blocks rotated as in normal_encode and rounded at random to steps 0 .. top: grace.compressors.thc. codes:
-    uint8[width * m], int32 where they are wide; factor: steps in 1; noise as of ints_encode.""",
+    """Encode: rotate blocks as eden_encode does, and round each element at random to steps 0 .. top. Method:
+    grace.compressors.thc. codes[width * m]: uint8, or int32 if wide != 0. factor: steps per unit. Noise as in
+    blockint_encode.""",
 )
 kernel(
-    "void steps_values(const uint8_t* sums, const uint8_t* own, const float* norms, const float* x, float* mean, "
-    "float* rest, int64_t n, int64_t width, int64_t wide, float cut, float factor, float own_factor, "
-    f"{KEYS} = 0, {THREADS})",
-    """rest = x - what `own` stands for, if it is given, then mean = what `sums` stand for, if they are. One of the
-    codes is `factor`, or `own_factor`. rest and mean may be x, but not both.""",
+    "void thc_values(const float* x, const uint8_t* codes, const float* norms, float* out, int64_t n, int64_t width, "
+    f"int64_t wide, float cut, float factor, {KEYS} = 0, {THREADS})",
+    """Decode codes, or their sums. factor: the size of one step. With x: out = x - decoded (the residual). out may
+    alias x.""",
 )
 
 # ---- large elements ----
 
 kernel(
     f"int64_t topk_encode({SOURCE}, {VALUES}, int64_t n, int64_t k, {SWAP})",
-    "The k <= n elements of largest magnitude, positions ascending: those of xp.topk(xp.abs(v), k). 0, "
-    "or -2: no memory.",
+    """Select the k <= n elements of largest magnitude, as xp.topk(xp.abs(v), k). positions ascend. out = v with zeros
+    at these positions. Returns 0 or -2.""",
     memory=True,
 )
 kernel(
     f"int64_t topk_rows(const float* x, int64_t m, int64_t n, int64_t k, int32_t* positions, {THREADS})",
-    "positions, int32[m, k]: of each row of x[m, n] the k <= n elements of largest magnitude, ascending. 0, or -2.",
+    """Select the k <= n elements of largest magnitude of each row of x[m, n]. positions, int32[m, k], ascend in each
+    row. Returns 0 or -2.""",
     memory=True,
 )
 kernel(
     f"int64_t threshold_encode({SOURCE}, float bound, {VALUES}, int64_t capacity, int64_t n, {THREADS})",
-    """How many elements have a magnitude of at least `bound`, or are not finite; these, to values and positions,
-    ascending. Above `capacity` these hold nothing of use, and out, where given, holds all of v: call again with out
-    as x, no residual, and more room. (Without out: the same again.)""",
+    """Select the elements whose magnitude is at least `bound`, and those that are not finite. Method:
+    grace.compressors.threshold. Returns their number. values and positions have room for `capacity` elements; positions
+    ascend. out = v with zeros at these positions. If the result exceeds `capacity`, values and positions are undefined
+    and out = v: call again with more room, and, if out was given, with x = out and without residual.""",
 )
 kernel(
     f"int64_t beyond(const float* x, float bound, {VALUES}, int64_t capacity, int64_t n, {THREADS})",
-    "How many elements have a magnitude that is not at or below `bound`; so NaN too. Else as threshold_encode.",
-)
-kernel(
-    f"int64_t accumulate(float* x, float* last, float beta, float gamma, double* found, int64_t n, {THREADS})",
-    """last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still
-    there. found[3], or null: `excess` of last, and 0. 0, or -2: no memory, and nothing was written.""",
-    memory=True,
+    "As threshold_encode, for the elements whose magnitude is not <= bound, which include NaN. x is not changed.",
 )
 kernel(
     f"int64_t excess(const float* x, float bound, double* found, int64_t n, {THREADS})",
-    "found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. 0, or -2.",
+    """Compute found[3] = the number of magnitudes above `bound`, the sum of their excesses, and the sum of the squared
+    excesses. Method: grace.compressors.sidco. Returns 0 or -2.""",
     memory=True,
 )
 kernel(
     f"int64_t smallest_words({KEYS}, int64_t n, int64_t k, int32_t* positions, {THREADS})",
-    "positions, int32[k]: those of the k <= n <= 2^31 smallest of n words, ascending. 0, or -2: no memory.",
+    """Select positions, int32[k]: those of the k smallest of n random words, k <= n <= 2^31, ascending. Method:
+    grace.compressors.randomk. Returns 0 or -2.""",
     memory=True,
 )
 kernel(
     f"int64_t sampled(const float* x, int64_t n, {KEYS}, int64_t sample, int64_t rank, const float* factors, "
     "const float* miss, int64_t many, int64_t first, int64_t k, int64_t most, "
     f"{VALUES}, int64_t capacity, {THREADS})",
-    """The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
-    -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample`
-    elements, at words from `start` on, without their signs, modulo n; candidates are it times factors[many], many <=
-    255, ascending; miss[many] is added to a candidate's distance from k. With `first` not all candidates are
-    looked at first, but those from one on that about three times as many exceed: mostly one of these is chosen.""",
+    """Select the elements that grace.compressors.selectors.Sampled selects, for methods topk and dgc. values and
+    positions have room for `capacity` elements. Returns their number; -2: out of memory; -3 - count: room for `count`
+    elements is needed. The sample has `sample` elements, at the random words from position `start` on, without their
+    signs, modulo n. Its threshold is the rank-th largest magnitude. Candidates are threshold * factors[many],
+    ascending, many <= 255. The candidate is taken whose number of larger elements, at most `most`, is closest to k;
+    miss[many] is added to the distance. first != 0: look first only at the candidates from the one on that about 3 *
+    rank elements of the sample exceed, and at all candidates only if one of the others may be closer.""",
     memory=True,
-)
-kernel(
-    "void correct(const float* x, const float* u, const float* v, float* u_out, float* v_out, float* last, "
-    f"float momentum, int64_t nesterov, int64_t n, {THREADS})",
-    """grace.memories.dgc: u_out = momentum * u + x, v_out = v + u_out; with nesterov u_out = momentum * (u + x), v_out
-    = v + (u_out + x). last, if given, takes v. Results may be what they are made from.""",
 )
 PAIRS = "const float* const values[], const int32_t* const positions[]"
 kernel(
     f"int64_t sparse_mean({PAIRS}, const int64_t counts[], int64_t workers, float* out, int64_t n, {THREADS})",
-    """out, float[n]: the mean of vectors with values at positions and zeros elsewhere. -1, or the first whose positions
-    are not within 0 .. n-1 and ascending: out is then unfinished. -2: no memory.""",
-    refusal=unordered,
-    memory=True,
-)
-kernel(
-    f"int64_t sparse_means({PAIRS}, const int64_t counts[], const uint8_t* pairs, int64_t vectors, int64_t each, "
-    f"float* out, int64_t n, {THREADS})",
-    """As sparse_mean, of workers that send `each` vectors, which are summed. Vectors that `pairs` marks (null: none)
-    have only two values: a position p below 0 means position -1 - p with the second value.""",
-    refusal=unordered,
-    memory=True,
-)
-kernel(
-    f"int64_t largest_sums({PAIRS}, int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, "
-    "int64_t k)",
-    """The k <= n largest magnitudes of the sum of sparse vectors with `count` values each: sums float[k], positions
-    chosen int32[k], ascending. Returns -1, or the first vector whose positions are wrong; -2: no memory.""",
+    """Average: out, float[n] = the mean of vectors with values at positions and zeros elsewhere. Returns -1 on
+    success, the first worker whose positions do not ascend within 0 .. n-1 (out is then undefined), or -2.""",
     refusal=unordered,
     memory=True,
 )
@@ -230,18 +222,19 @@ kernel(
     "int64_t positions_write(const int32_t* positions, int64_t k, int64_t lower, uint8_t* const planes[], "
     "uint8_t* upper, "
     "int64_t marks)",
-    """Ascending positions in Elias's and Fano's code: the `lower` bits of positions[k] in planes of up to a byte each,
-    those above as gaps, one after each mark, in upper[(marks + 7) / 8]. Returns for how many there was room: k, if
-    all is well.""",
+    """Encode positions[k], which must ascend, in the Elias-Fano code ("elias_fano" in grace.ops.index_coding). The
+    `lower` bits of each position go to planes of up to 8 bits. The bits above are coded in unary, in upper[(marks + 7)
+    / 8]. Returns the number of positions that fit; k on success.""",
 )
 kernel(
     "int64_t positions_read(const uint8_t* const planes[], const uint8_t* upper, int64_t marks, int64_t k, "
     "int64_t lower, "
     "int32_t* positions)",
-    "The inverse of positions_write. Returns the number of marks; all positions are written only if it is k.",
+    """Decode: the inverse of positions_write. Returns the number of marks that are set. positions are complete only if
+    this is k.""",
 )
 codec(
-    "chunks",
+    "chunktopk",
     {
         "low": "uint8[chosen(n, chunk, k)]",
         "high": "uint8[packed(above(chunk), chosen(n, chunk, k))]",
@@ -249,27 +242,29 @@ codec(
         "magnitudes": "float32[2 * blocks(n, chunk)]",
     },
     "int64_t chunk, int64_t k",
-    """The k largest of each chunk in two bits each: grace.compressors.chunktopk. chunk: a power of two; k: a multiple
-    of 8; high: absent for chunks of up to 256. 0, or -2: no memory.""",
+    """Encode: the k largest elements of each chunk, in two bits each. Method: grace.compressors.chunktopk. chunk: a
+    power of two. k: a multiple of 8. high is absent for chunks of up to 256 elements. Returns 0 or -2.""",
     result="int64_t",
     memory=True,
     means=False,
 )
 kernel(
-    "int64_t chunks_values(const uint8_t* low, const uint8_t* high, const uint8_t* codes, const float* magnitudes, "
+    "int64_t chunktopk_values(const uint8_t* low, const uint8_t* high, const uint8_t* codes, const float* magnitudes, "
     f"int64_t n, int64_t chunk, int64_t k, {VALUES})",
-    "The inverse of chunks_encode: values[K] and their positions[K]. 1 if a position is outside its chunk.",
+    """Decode: the inverse of chunktopk_encode: values[K] and their positions[K]. Returns 1 if a position lies outside
+    its chunk, else 0.""",
 )
 SENT = "blocks(a, rows) * blocks(b, columns) * k"
 codec(
-    "cosines",
+    "demo",
     {"values": f"float32[{SENT}]", "low": f"uint8[{SENT}]", "high": f"uint8[packed(above(rows * columns), {SENT})]"},
     "int64_t k",
-    """The k largest coefficients of chunks' cosine transforms, and lower bytes of their places and what is above:
-    absent for chunks of at most 256 of their up to 65536 elements: grace.compressors.demo. x, residual, out:
-    float[a, b]. Last bits depend on the instruction set, but not those of means. 0, or -2: no memory. A
-    mean with senders divides each coefficient by the number of workers that sent it, one with sign has the signs of all
-    that; where a payload is wrong, out is as it was.""",
+    """Encode: the k largest coefficients of the cosine transform of each chunk. Method: grace.compressors.demo. x,
+    residual, out: float[a, b], in chunks [rows, columns] of up to 65536 elements. low and high: the lower byte of a
+    coefficient's place in its chunk, and the bits above; high is absent for chunks of up to 256 elements. The last bits
+    of values depend on the instruction set; given equal payloads, those of means do not. Returns 0 or -2. demo_mean
+    with senders: divide each coefficient by the number of workers that sent it. With sign: replace the result by its
+    signs. If a payload is invalid, out is unchanged.""",
     mean="int64_t k, int64_t senders = 0, int64_t sign = 0",
     size="int64_t a, int64_t b, int64_t rows, int64_t columns",
     result="int64_t",
@@ -277,10 +272,10 @@ codec(
     memory=True,
 )
 kernel(
-    "int64_t cosines_left(const float* x, const float* values, const uint8_t* low, const uint8_t* high, float* out, "
+    "int64_t demo_left(const float* x, const float* values, const uint8_t* low, const uint8_t* high, float* out, "
     f"int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k, {THREADS})",
-    "out, which may be x: x minus one worker's payload. -1, "
-    "or 0 if its positions do not ascend in their chunks; -2: no memory.",
+    """Compute the residual: out = x - decode(payload), for the payload of one worker. out may alias x. Returns -1 on
+    success, 0 if positions do not ascend in their chunks, or -2.""",
     refusal=misplaced,
     memory=True,
 )
@@ -289,136 +284,125 @@ kernel(
 
 kernel(
     "int64_t finite(const float* const vectors[], const int64_t counts[], int64_t many)",
-    "Whether all elements of all vectors are finite.",
+    "Return whether all elements of all vectors are finite.",
 )
 kernel(
     "int64_t gathered(int64_t n)",
-    """Announces that this thread now writes results of n elements in total; 0: each call writes results of its own. If
-    the total exceeds the caches, results are written past them. Returns the former n.""",
+    """Announce that this thread now writes results of n elements in total. n = 0: each call writes a result of its own.
+    If the total exceeds the caches, results are written with streaming stores. Returns the previous n.""",
 )
 kernel(
-    f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "Random words, as grace.backends.random.Random.words."
+    f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})",
+    "Generate: out[n] = random words from position `start` on, as grace.backends.random.Random.words.",
 )
 kernel(
-    f"void noise_table(int64_t key0, int64_t key1, int64_t n, uint16_t* out, {THREADS})",
-    "The upper halves of the words 0 .. n-1.",
+    "void noise_table(int64_t key0, int64_t key1, int64_t n, uint16_t* out)",
+    "Generate: out[n] = the upper 16 bits of the random words at positions 0 .. n-1.",
 )
+kernel(
+    "void stream_keys(const int64_t* stems, int64_t n, int64_t step, int64_t worker, int64_t* key0, int64_t* key1)",
+    "Derive key0[n] and key1[n] = grace.core.rng.keys of each stem, for a step and a worker.",
+)
+kernel(
+    f"int64_t rows(int64_t kernel, const int64_t* words, int64_t width, int64_t many, int64_t* results, {THREADS})",
+    """Call a kernel once per row of words[many, width]. kernel: its index in GRACE_KERNELS. A row holds the kernel's
+    arguments after `loops`, in 8 bytes each; smaller types take the lower bytes. results[many] = what the calls return;
+    -1 for a kernel without a result. threads: how many threads make calls. Returns 0, or -3 if no kernel has this index
+    or `width` is not its number of arguments.""",
+)
+# Products of matrices: powersgd, gradzip, acpsgd, atomo.
 MATRIX = f"int64_t a, int64_t b, int64_t r, {THREADS}"
 kernel(
-    f"void product(const float* x, const float* p, const float* q, float* out, {MATRIX})",
-    "out[a, b] = x - p[a, r] q[r, b], or without x the product.",
+    f"void lowrank_product(const float* x, const float* p, const float* q, float* out, {MATRIX})",
+    "Multiply: out[a, b] = x - p[a, r] q[r, b]. Without x: out = p q. out may alias x.",
 )
 kernel(
-    "void part(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest, "
-    f"{MATRIX})",
-    "rest = x - taken_p taken_q, and x becomes p q.",
+    f"void lowrank_part(float* x, const float* p, const float* q, float* rest, {MATRIX})",
+    """Split: rest[a, b] = x - p[a, r] q[r, b], then x = p q. Results equal those of two calls of lowrank_product.""",
 )
 kernel(
-    f"void left(float* m, const float* residual, const float* q, float* p, {MATRIX})",
-    "p[a, r] = m[a, b] times the transpose of q[r, b]; m becomes m + residual first, where that is given.",
+    f"void lowrank_left(float* m, const float* residual, const float* q, float* p, {MATRIX})",
+    "Multiply: p[a, r] = m[a, b] q^T, with q[r, b]. With residual: m += residual first.",
 )
 kernel(
-    f"void right(float* m, const float* residual, const float* p, float* q, {MATRIX})",
-    "q[r, b] = the transpose of p[a, r] times m[a, b]; m becomes m + residual first, where that is given.",
+    f"void lowrank_right(const float* m, const float* p, float* q, {MATRIX})",
+    "Multiply: q[r, b] = p^T m, with p[a, r] and m[a, b].",
 )
 
 # ---- single methods ----
 
 kernel(
-    f"int64_t signs_count({SOURCE}, int64_t* signs, int64_t n, {SWAP})",
-    """signs[3]: the number of elements of v above zero, the number below zero, and the bits of the largest magnitude.
-    out becomes v. 0, or -2: no memory, and nothing was written.""",
+    f"int64_t adaq_count({SOURCE}, int64_t* signs, int64_t n, {THREADS})",
+    """Count signs: signs[3] = the number of elements of v above zero, the number below zero, and the bits of the
+    largest magnitude. out = v. Returns 0, or -2 if memory runs out before anything is written.""",
     memory=True,
 )
 kernel(
-    "int64_t largest_of_signs(const float* x, const int64_t* signs, double ratio, float* means, int32_t* sent, "
+    "int64_t adaq_encode(const float* x, const int64_t* signs, double ratio, float* means, int32_t* sent, "
     "float* left, "
     "int64_t capacity, int64_t n)",
-    """How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2];
-    -2: no memory. A result above `capacity` is the capacity needed. left, null or x, becomes x without these.""",
-    memory=True,
-)
-SKETCH = f"int64_t n, int64_t rows, int64_t group, int64_t width, {THREADS}"
-kernel(
-    f"int64_t count_sketch(const float* x, const int32_t* words, float* table, {SKETCH})",
-    """table, float[rows, width]: sums of elements with random signs: grace.compressors.sketch_sgd. words, int32[rows,
-    group + ceil(n / group)]: of places in a group and of groups. group: up to 512, and width: powers of two, group
-    <= width. 0, or -2: no memory.""",
+    """Encode: the largest positive and the largest negative elements, a share `ratio` of each sign, and the mean of
+    both groups, means[2]. Method: grace.compressors.adaq. signs[3]: from adaq_count. sent: ascending positions; -1 -
+    position for negative elements. left, null or x: x -= decode(payload). Returns the number of positions, or -2. If it
+    exceeds `capacity`, call again with room for as many.""",
     memory=True,
 )
 kernel(
-    f"int64_t count_sketch_estimate(const float* table, const int32_t* words, float* out, {SKETCH})",
-    "out, float[n]: for each element the median of its estimates from the rows of a table. 0, or -2.",
+    f"int64_t adaq_mean({PAIRS}, const int64_t counts[], int64_t workers, float* out, int64_t n, {THREADS})",
+    """As sparse_mean, for payloads of adaq_encode: values[w] are two means, and a position p < 0 stands for position -1
+    - p with the second mean.""",
+    refusal=unordered,
     memory=True,
 )
 TAGGED = f"int64_t n, int64_t lowest, int64_t middle, {THREADS}"
 kernel(
-    f"void tagged_count(const float* x, int64_t* starts, {TAGGED})",
-    """starts, int64[ceil(n / 65536) + 1, 3]: how many numbers of 32, 16 and 8 bits come before each piece of 65536
-    elements, and in all: grace.compressors.inceptionn. lowest, middle: exponents of the smallest that have 8 and 16
-    bits, -14 .. 0.""",
+    f"void inceptionn_count(const float* x, int64_t* starts, {TAGGED})",
+    """Count: starts, int64[ceil(n / 65536) + 1, 3] = how many numbers of 32, 16 and 8 bits precede each piece of 65536
+    elements; the last row has the totals. Method: grace.compressors.inceptionn. lowest, middle: exponents of the
+    smallest magnitudes with 8 and 16 bits, -14 .. 0.""",
 )
 kernel(
-    "void tagged_encode(const float* x, const int64_t* starts, uint8_t* tags, float* three, uint8_t* two, "
+    "void inceptionn_encode(const float* x, const int64_t* starts, uint8_t* tags, float* three, uint8_t* two, "
     "uint8_t* one, "
     f"{TAGGED})",
-    "Tags and numbers; the last row of starts has the count of each kind.",
+    """Encode: tags of two bits, and the numbers of 32, 16 and 8 bits. starts: from inceptionn_count; its last row has
+    the lengths of the arrays.""",
 )
 kernel(
-    "int64_t tagged_mean(const uint8_t* const tags[], const float* const three[], const uint8_t* const two[], "
+    "int64_t inceptionn_mean(const uint8_t* const tags[], const float* const three[], const uint8_t* const two[], "
     f"const uint8_t* const one[], const int64_t counts[], int64_t workers, float* out, {TAGGED})",
-    "counts, int64[workers, 3]: the numbers of each kind that workers sent. -1, or the first worker whose tags differ.",
-    refusal=lambda worker, **_: f"the tags of worker {worker} do not ask for as many numbers as it sent",
-)
-BINS = f"int64_t n, int64_t size, {THREADS}"
-kernel(
-    f"int64_t bins_encode({SOURCE}, uint8_t* counts, uint8_t* places, float* scale, {BINS})",
-    """How many places grace.compressors.adacomp sends of bins of `size` elements. out, float[n], becomes v less what is
-    sent; counts: uint8[bins]; places: uint8[n], of which the first are sent; scale[1].""",
+    """Average. counts, int64[workers, 3]: how many numbers of 32, 16 and 8 bits each worker sent. Returns -1 on
+    success, or the first worker whose tags ask for other numbers.""",
+    refusal=lambda worker, **_: f"worker {worker} sent tags that do not match the number of its values",
 )
 kernel(
-    "int64_t bins_mean(const uint8_t* const counts[], const uint8_t* const places[], const float* const scales[], "
-    f"const int64_t sizes[], int64_t workers, float* out, {BINS})",
-    "The mean of payloads; -1, or the first worker whose counts and places do not fit: out is then unfinished.",
-    refusal=lambda worker, **_: f"the counts and places of worker {worker} do not fit",
+    "void shared_int_encode(const float* x, const float* scales, uint8_t* codes, int64_t n, int64_t block, "
+    f"int64_t top, int64_t wide, {NOISE}, {THREADS})",
+    """Encode: codes = x / scale * top, rounded at random; int8[n], or int32[n] if wide != 0. Method:
+    grace.compressors.shared_int. Noise as in blockint_encode.""",
 )
 kernel(
-    f"int64_t chances_encode(const float* x, double wanted, int64_t iterations, {KEYS}, int32_t* certain, "
-    "float* values, "
-    f"int32_t* drawn, float* magnitude, int64_t capacity, int64_t* kept, int64_t n, {THREADS})",
-    """How many elements grace.compressors.wangni sends always, and how many by chance, to kept[2]: positions and values
-    of the former, of the others positions with a sign and magnitude[1]. Above the capacity of either nothing else is
-    of use. 0, or -2: no memory.""",
-    memory=True,
-)
-kernel(
-    "void shared_encode(const float* x, const float* scales, uint8_t* codes, int64_t n, int64_t block, int64_t top, "
-    f"int64_t wide, {NOISE}, {THREADS})",
-    """codes, int8[n], or int32[n] where they are wide: x / scale * top, by noise: grace.compressors.shared_int.""",
-)
-kernel(
-    "void shared_values(const float* x, const uint8_t* codes, const float* scales, float* out, int64_t n, "
+    "void shared_int_values(const float* x, const uint8_t* codes, const float* scales, float* out, int64_t n, "
     "int64_t block, "
     f"int64_t steps, int64_t wide, {THREADS})",
-    "out = codes / steps * scale, or x, which may be out, less that where x is not null.",
-)
-kernel(
-    "int64_t signed_sums(const float* x, const int32_t* words, float* sums, int64_t n, int64_t size, int64_t many, "
-    f"{THREADS})",
-    """sums, float[rows, many]: of rows of x[n] of `size` elements with random signs, the top bits of words, int32[many,
-    size]: grace.compressors.arctopk. 0, or -2: no memory.""",
-    memory=True,
+    "Decode: out = codes / steps * scale. With x: out = x - decoded (the residual). out may alias x.",
 )
 
 
 HEAD = """\
-// The C interface of the kernels, written by `python -m grace.kernels.schema` from schema.py.
+// The C interface of the kernels. `python -m grace.kernels.schema` writes this file from schema.py.
 //
-// Addresses are raw: arrays are contiguous and of the sizes given, aligned or not, and do not change meanwhile; only
-// payloads that come from the network are checked. n: elements, 0 too; block: how many share a scale, a multiple of 8,
-// or 0 for all; m: number of blocks. residual is added to x, if given: v is their sum. out takes what the payload does
-// not carry of v, if given, and may be x or residual. With swap it must be the residual, if there is one, and x takes
-// what that held. Work on more than 262,144 elements is split over threads, whose number changes no result.
+// Arrays. Pointers are raw addresses of contiguous arrays of the given sizes. They need no alignment, and must not
+// change during the call. Kernels check only payloads, because these come from the network.
+//
+// Arguments. n: number of elements; may be 0. block: number of elements that share a scale: a multiple of 8, or 0 for
+// all elements. m: number of blocks. residual may be null; otherwise v = x + residual, else v = x. out may be null;
+// otherwise out = v - decode(payload), the new residual. out may alias x or residual. With swap, out must be the
+// residual, if there is one, and x receives the old residual. threads: how many threads share the work on more than
+// 262,144 elements. The number of threads changes no result.
+//
+// Results. -2: out of memory. A kernel that checks payloads returns -1 if they are valid, otherwise the index of a
+// worker.
 #pragma once
 
 #include <cstdint>
@@ -429,12 +413,13 @@ struct Codec;
 }  // namespace grace
 
 extern "C" {
-// Whether this machine has an instruction set: "avx512", "avx2", "neon" or "scalar".
+// Returns whether this machine has an instruction set: "avx512", "avx2", "neon" or "scalar".
 int64_t grace_supports(const char* isa);
-// The loops of an instruction set: each has a library of its own, which exports nothing else.
+// Returns the loops of an instruction set. Each instruction set has a library, which exports only this function.
 const grace::Loops* grace_loops();
+// Returns the name of the instruction set.
 const char* grace_name(const grace::Loops* loops);
-// For tests: from how many elements on results are written past the caches. Returns what it was.
+// For tests: sets the number of elements from which results are written with streaming stores. Returns the old number.
 int64_t grace_stream_from(int64_t n);
 """
 
@@ -450,7 +435,10 @@ def header() -> str:
         joined = ", ".join(part.replace(" ", "\0") for part in arguments.split(", "))
         wrapped = textwrap.wrap(head.replace(" ", "\0") + joined + ");", 120, subsequent_indent=" " * len(head))
         lines += [line.replace("\0", " ") for line in wrapped]
-    return "\n".join([*lines, '}  // extern "C"', ""])
+    lines += ['}  // extern "C"', "", "// The kernels, in the order of their indices."]
+    calls = textwrap.wrap(" ".join(f"X({name})" for name in KERNELS), 116, initial_indent="  ", subsequent_indent="  ")
+    lines += [" \\\n".join(["#define GRACE_KERNELS(X)", *calls]), ""]
+    return "\n".join(lines)
 
 
 def main() -> int:

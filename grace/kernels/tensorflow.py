@@ -21,7 +21,6 @@ from grace.core.rng import NOISE, Rng
 from grace.kernels import library
 from grace.kernels.arrays import Arrays
 from grace.kernels.host import absent, partly
-from grace.kernels.memories import Memories
 from grace.kernels.quantisers import Quantisers
 from grace.kernels.sparsifiers import Sparsifiers
 from grace.kernels.transforms import Transforms
@@ -29,11 +28,11 @@ from grace.kernels.transforms import Transforms
 __all__ = [
     "TensorflowKernels",
     "available",
-    "ints_encode",
-    "ints_mean",
+    "blockint_encode",
+    "blockint_mean",
+    "efsignsgd_encode",
+    "efsignsgd_mean",
     "noise_table",
-    "signs_encode",
-    "signs_mean",
     "sparse_mean",
     "topk_encode",
 ]
@@ -46,17 +45,17 @@ def available() -> bool:
     return library() is not None and _operations() is not None
 
 
-def signs_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def efsignsgd_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """(bits uint8[ceil(n/8)], scales float32[m], out)."""
-    return _ops().grace_signs_encode(x=x, residual=_or_empty(residual), block=block, threads=threads)
+    return _ops().grace_efsignsgd_encode(x=x, residual=_or_empty(residual), block=block, threads=threads)
 
 
-def signs_mean(bits: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, threads: int = 1) -> Tensor:
+def efsignsgd_mean(bits: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, threads: int = 1) -> Tensor:
     """float32[n], the mean of the workers' payloads."""
-    return _ops().grace_signs_mean(bits=bits, scales=scales, n=n, block=block, threads=threads)
+    return _ops().grace_efsignsgd_mean(bits=bits, scales=scales, n=n, block=block, threads=threads)
 
 
-def ints_encode(
+def blockint_encode(
     x: Tensor,
     residual: Tensor | None,
     block: int,
@@ -68,7 +67,7 @@ def ints_encode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes uint8[ceil(n * bits / 8)], scales float32[m], out); stochastic with a table uint16[65536] and offsets."""
     nothing = tf.zeros(0, tf.uint16) if table is None else None
-    return _ops().grace_ints_encode(
+    return _ops().grace_blockint_encode(
         x=x,
         residual=_or_empty(residual),
         table=nothing if table is None else table,
@@ -81,11 +80,11 @@ def ints_encode(
     )
 
 
-def ints_mean(
+def blockint_mean(
     codes: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, bits: int, threads: int = 1
 ) -> Tensor:
     """float32[n], the mean of the workers' payloads."""
-    return _ops().grace_ints_mean(codes=codes, scales=scales, n=n, block=block, bits=bits, threads=threads)
+    return _ops().grace_blockint_mean(codes=codes, scales=scales, n=n, block=block, bits=bits, threads=threads)
 
 
 def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,34 +145,34 @@ class TensorflowQuantisers:
     def __init__(self, xp: Any):
         self._xp = xp
 
-    def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def efsignsgd_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m]; new residual."""
-        *payload, left = signs_encode(x, residual, block, self._xp.threads)
+        *payload, left = efsignsgd_encode(x, residual, block, self._xp.threads)
         return tuple(payload), left
 
-    def signs_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
+    def efsignsgd_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
         """Each worker's bits and scales -> float32[n]."""
         bits, scales = zip(*payloads, strict=True)
         with _refusals():
-            return signs_mean(bits, scales, n, block, self._xp.threads)
+            return efsignsgd_mean(bits, scales, n, block, self._xp.threads)
 
-    def ints_encode(
+    def blockint_encode(
         self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m]; new residual. ``rng``: round at random."""
         if rng is None:
-            *payload, left = ints_encode(x, residual, block, bits, threads=self._xp.threads)
+            *payload, left = blockint_encode(x, residual, block, bits, threads=self._xp.threads)
             return tuple(payload), left
         table = noise_table(rng.table, NOISE)
         offsets = noise_table(rng.keys, -(-(rng.offset + x.shape[0]) // NOISE))[rng.offset // NOISE :]
-        *payload, left = ints_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
+        *payload, left = blockint_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
         return tuple(payload), left
 
-    def ints_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int, bits: int) -> Tensor:
+    def blockint_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int, bits: int) -> Tensor:
         """Each worker's codes and scales -> float32[n]."""
         codes, scales = zip(*payloads, strict=True)
         with _refusals():
-            return ints_mean(codes, scales, n, block, bits, self._xp.threads)
+            return blockint_mean(codes, scales, n, block, bits, self._xp.threads)
 
 
 @partly(Sparsifiers)
@@ -208,7 +207,7 @@ class TensorflowTransforms:
     def __init__(self, xp: Any):
         self._xp = xp
 
-    def normal_encode(
+    def eden_encode(
         self,
         x: Tensor,
         residual: Tensor | None,
@@ -220,7 +219,7 @@ class TensorflowTransforms:
         rng: Rng,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; with ``residual`` the new one."""
-        *payload, left = _ops().grace_normal_encode(
+        *payload, left = _ops().grace_eden_encode(
             x=x,
             residual=_or_empty(residual),
             stream=tf.cast(stream, tf.int64),
@@ -233,7 +232,7 @@ class TensorflowTransforms:
         )
         return tuple(payload), left
 
-    def normal_mean(
+    def eden_mean(
         self,
         payloads: Sequence[tuple[Tensor, ...]],
         out: None,
@@ -245,7 +244,7 @@ class TensorflowTransforms:
         """Each worker's codes, scales and streams -> float32[n]."""
         codes, scales, streams = zip(*payloads, strict=True)
         with _refusals():
-            return _ops().grace_normal_mean(
+            return _ops().grace_eden_mean(
                 codes=codes,
                 scales=scales,
                 streams=streams,
@@ -260,7 +259,7 @@ class TensorflowTransforms:
 class TensorflowKernels:
     """The counterpart of `grace.kernels.host.HostKernels` for TensorFlow's CPU tensors."""
 
-    memories, arrays = absent(Memories), absent(Arrays)
+    arrays = absent(Arrays)
 
     def __init__(self, xp: Any):
         found = library()

@@ -1,6 +1,6 @@
-// The kernels as TensorFlow operations on CPU. `out` reuses the memory of x or of the residual if nothing else needs it.
+// The kernels as TensorFlow operations for CPUs. out reuses the memory of x or residual if nothing else needs it.
 //
-// Sizes are checked here: errors in graphs must be reported, and payloads come from the network.
+// The operations check all sizes, because graphs must report errors and payloads come from the network.
 #include <dlfcn.h>
 
 #include <vector>
@@ -20,8 +20,8 @@ using shape_inference::InferenceContext;
 using shape_inference::ShapeHandle;
 
 #define FUNCTIONS(each) \
-  each(signs_encode) each(signs_mean) each(ints_encode) each(ints_mean) each(topk_encode) each(sparse_mean) \
-  each(normal_encode) each(normal_mean) each(noise_table)
+  each(efsignsgd_encode) each(efsignsgd_mean) each(blockint_encode) each(blockint_mean) each(topk_encode) \
+  each(sparse_mean) each(eden_encode) each(eden_mean) each(noise_table)
 #define POINTER(name) decltype(&grace_##name) name = nullptr;
 struct {
   const grace::Loops* loops = nullptr;
@@ -30,7 +30,7 @@ struct {
 
 int64_t blocks(int64_t n, int64_t block) { return n == 0 ? 0 : block <= 0 ? 1 : (n + block - 1) / block; }
 
-// The shapes of (bytes, scales, out) for x of any rank 1.
+// Sets the shapes of the outputs bytes, scales and out, for a vector x.
 Status encoded(InferenceContext* c, int64_t bits) {
   ShapeHandle x, residual;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &x));
@@ -57,7 +57,7 @@ Status mean_of(InferenceContext* c) {
   return OkStatus();
 }
 
-Status ints_shape(InferenceContext* c) {
+Status blockint_shape(InferenceContext* c) {
   int64_t bits;
   TF_RETURN_IF_ERROR(c->GetAttr("bits", &bits));
   return encoded(c, bits);
@@ -74,14 +74,14 @@ Status topk_shape(InferenceContext* c) {
   return OkStatus();
 }
 
-// The number of bits of a code, of 2^bits levels; 0 if their number is no power of two.
+// Returns the number of bits of a code for 2^bits levels; 0 if the number of levels is not a power of two.
 int64_t bits_of(const std::vector<float>& levels) {
   for (int64_t bits = 1; bits <= 8; bits++)
     if (levels.size() == size_t(1) << bits) return bits;
   return 0;
 }
 
-Status normal_shape(InferenceContext* c) {
+Status eden_shape(InferenceContext* c) {
   ShapeHandle x, residual;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &x));
   TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &residual));
@@ -99,7 +99,7 @@ Status normal_shape(InferenceContext* c) {
   return OkStatus();
 }
 
-REGISTER_OP("GraceSignsEncode")
+REGISTER_OP("GraceEfsignsgdEncode")
     .Input("x: float")
     .Input("residual: float")
     .Output("bits: uint8")
@@ -109,7 +109,7 @@ REGISTER_OP("GraceSignsEncode")
     .Attr("threads: int >= 1 = 1")
     .SetShapeFn([](InferenceContext* c) { return encoded(c, 1); });
 
-REGISTER_OP("GraceSignsMean")
+REGISTER_OP("GraceEfsignsgdMean")
     .Input("bits: N * uint8")
     .Input("scales: N * float")
     .Output("out: float")
@@ -119,7 +119,7 @@ REGISTER_OP("GraceSignsMean")
     .Attr("threads: int >= 1 = 1")
     .SetShapeFn(mean_of);
 
-REGISTER_OP("GraceIntsEncode")
+REGISTER_OP("GraceBlockintEncode")
     .Input("x: float")
     .Input("residual: float")
     .Input("table: uint16")
@@ -132,9 +132,9 @@ REGISTER_OP("GraceIntsEncode")
     .Attr("stochastic: bool")
     .Attr("start: int >= 0 = 0")
     .Attr("threads: int >= 1 = 1")
-    .SetShapeFn(ints_shape);
+    .SetShapeFn(blockint_shape);
 
-REGISTER_OP("GraceIntsMean")
+REGISTER_OP("GraceBlockintMean")
     .Input("codes: N * uint8")
     .Input("scales: N * float")
     .Output("out: float")
@@ -164,7 +164,7 @@ REGISTER_OP("GraceSparseMean")
     .Attr("threads: int >= 1 = 1")
     .SetShapeFn(mean_of);
 
-REGISTER_OP("GraceNormalEncode")
+REGISTER_OP("GraceEdenEncode")
     .Input("x: float")
     .Input("residual: float")
     .Input("stream: int64")
@@ -180,9 +180,9 @@ REGISTER_OP("GraceNormalEncode")
     .Attr("divisor: float")
     .Attr("start: int >= 0 = 0")
     .Attr("threads: int >= 1 = 1")
-    .SetShapeFn(normal_shape);
+    .SetShapeFn(eden_shape);
 
-REGISTER_OP("GraceNormalMean")
+REGISTER_OP("GraceEdenMean")
     .Input("codes: N * uint8")
     .Input("scales: N * float")
     .Input("streams: N * uint8")
@@ -235,7 +235,7 @@ class GraceOp : public OpKernel {
 
   void Compute(OpKernelContext* c) override {
     OP_REQUIRES(c, kernels.loops, errors::FailedPrecondition("grace.kernels.tensorflow has not been loaded"));
-    // TensorFlow's threads may flush subnormal numbers to zero, which would change the bits.
+    // TensorFlow's threads may flush subnormal numbers to zero, which would change results.
     const port::ScopedDontFlushDenormal subnormals_count;
     Run(c);
   }
@@ -243,7 +243,7 @@ class GraceOp : public OpKernel {
  protected:
   virtual void Run(OpKernelContext* c) = 0;
 
-  // x, the residual (null if empty), and out, which may be one of them; null after an error.
+  // Checks x and the residual, which may be empty. Returns the memory of out, which may be theirs; null after an error.
   float* Open(OpKernelContext* c, int index) {
     const Tensor &x = c->input(0), &residual = c->input(1);
     const auto refuse = [c](const char* why) -> float* {
@@ -265,11 +265,11 @@ class GraceOp : public OpKernel {
   int64_t threads_ = 1, block_ = 0, n_ = 0, k_ = 0, bits_ = 1;
 };
 
-template <bool INTS>
+template <bool BLOCKINT>
 class Encode : public GraceOp {
  public:
   explicit Encode(OpKernelConstruction* c) : GraceOp(c) {
-    if (!INTS) return;
+    if (!BLOCKINT) return;
     OP_REQUIRES_OK(c, c->GetAttr("stochastic", &stochastic_));
     OP_REQUIRES_OK(c, c->GetAttr("start", &start_));
   }
@@ -285,7 +285,7 @@ class Encode : public GraceOp {
     const float *x = data<float>(c->input(0)), *residual = data<float>(c->input(1));
     uint8_t* packed = bytes->flat<uint8>().data();
     float* scale = scales->flat<float>().data();
-    if constexpr (INTS) {
+    if constexpr (BLOCKINT) {
       const uint16_t *table = nullptr, *offsets = nullptr;
       if (stochastic_ && n) {
         const int64_t segments = (start_ + n - 1) / 65536 - start_ / 65536 + 1;
@@ -293,10 +293,10 @@ class Encode : public GraceOp {
                     errors::InvalidArgument("stochastic rounding needs a table of 65536 and ", segments, " offsets"));
         table = data<uint16>(c->input(2)), offsets = data<uint16>(c->input(3));
       }
-      kernels.ints_encode(kernels.loops, x, residual, out, packed, scale, n, block_, bits_, table, offsets, start_,
-                          threads_, 0);
+      kernels.blockint_encode(kernels.loops, x, residual, out, packed, scale, n, block_, bits_, table, offsets, start_,
+                              threads_, 0);
     } else {
-      kernels.signs_encode(kernels.loops, x, residual, out, packed, scale, n, block_, threads_, 0);
+      kernels.efsignsgd_encode(kernels.loops, x, residual, out, packed, scale, n, block_, threads_, 0);
     }
   }
 
@@ -305,7 +305,7 @@ class Encode : public GraceOp {
   int64_t start_ = 0;
 };
 
-template <bool INTS>
+template <bool BLOCKINT>
 class Mean : public GraceOp {
  public:
   using GraceOp::GraceOp;
@@ -313,7 +313,7 @@ class Mean : public GraceOp {
  protected:
   void Run(OpKernelContext* c) override {
     OpInputList bytes, scales;
-    OP_REQUIRES_OK(c, c->input_list(INTS ? "codes" : "bits", &bytes));
+    OP_REQUIRES_OK(c, c->input_list(BLOCKINT ? "codes" : "bits", &bytes));
     OP_REQUIRES_OK(c, c->input_list("scales", &scales));
     std::vector<const uint8_t*> packed;
     std::vector<const float*> scale;
@@ -327,10 +327,10 @@ class Mean : public GraceOp {
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
     float* mean = out->flat<float>().data();
     const int64_t workers = bytes.size();
-    if constexpr (INTS)
-      kernels.ints_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, bits_, threads_);
+    if constexpr (BLOCKINT)
+      kernels.blockint_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, bits_, threads_);
     else
-      kernels.signs_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, threads_);
+      kernels.efsignsgd_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, threads_);
   }
 };
 
@@ -384,7 +384,7 @@ class SparseMean : public GraceOp {
   }
 };
 
-// Common settings of rotated blocks.
+// The attributes that all operations on rotated blocks have.
 class Rotated : public GraceOp {
  public:
   explicit Rotated(OpKernelConstruction* c) : GraceOp(c) {
@@ -403,9 +403,9 @@ class Rotated : public GraceOp {
   std::vector<float> levels_;
 };
 
-class NormalEncode : public Rotated {
+class EdenEncode : public Rotated {
  public:
-  explicit NormalEncode(OpKernelConstruction* c) : Rotated(c) {
+  explicit EdenEncode(OpKernelConstruction* c) : Rotated(c) {
     OP_REQUIRES_OK(c, c->GetAttr("middles", &middles_));
     OP_REQUIRES_OK(c, c->GetAttr("divisor", &divisor_));
     OP_REQUIRES(c, middles_.size() + 1 == levels_.size(), errors::InvalidArgument("levels and middles do not match"));
@@ -422,10 +422,10 @@ class NormalEncode : public Rotated {
     OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({count}), &streams));
     const auto scalar = [c](int index) { return c->input(index).scalar<int64_t>()(); };
     const float* residual = data<float>(c->input(1));
-    kernels.normal_encode(kernels.loops, data<float>(c->input(0)), residual, residual ? out : nullptr,
-                          codes->flat<uint8>().data(), scales->flat<float>().data(), streams->flat<uint8>().data(), n,
-                          width_, bits_, levels_.data(), middles_.data(), divisor_, scalar(2), scalar(3), scalar(4),
-                          start_, threads_, 0);
+    kernels.eden_encode(kernels.loops, data<float>(c->input(0)), residual, residual ? out : nullptr,
+                        codes->flat<uint8>().data(), scales->flat<float>().data(), streams->flat<uint8>().data(), n,
+                        width_, bits_, levels_.data(), middles_.data(), divisor_, scalar(2), scalar(3), scalar(4),
+                        start_, threads_, 0);
   }
 
  private:
@@ -433,7 +433,7 @@ class NormalEncode : public Rotated {
   float divisor_ = 0;
 };
 
-class NormalMean : public Rotated {
+class EdenMean : public Rotated {
  public:
   using Rotated::Rotated;
 
@@ -460,9 +460,9 @@ class NormalMean : public Rotated {
     }
     Tensor* out = nullptr;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
-    kernels.normal_mean(kernels.loops, packed.data(), scale.data(), signs.data(), codes.size(),
-                        out->flat<float>().data(), n_, width_, bits_, levels_.data(), key0->scalar<int64_t>()(),
-                        key1->scalar<int64_t>()(), start_, threads_);
+    kernels.eden_mean(kernels.loops, packed.data(), scale.data(), signs.data(), codes.size(),
+                      out->flat<float>().data(), n_, width_, bits_, levels_.data(), key0->scalar<int64_t>()(),
+                      key1->scalar<int64_t>()(), start_, threads_);
   }
 };
 
@@ -506,27 +506,27 @@ class NoiseTable : public OpKernel {
     Tensor* out = nullptr;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
     kernels.noise_table(kernels.loops, c->input(0).scalar<int64_t>()(), c->input(1).scalar<int64_t>()(), n_,
-                        out->flat<uint16>().data(), 1);
+                        out->flat<uint16>().data());
   }
 
  private:
   int64_t n_ = 0;
 };
 
-REGISTER_KERNEL_BUILDER(Name("GraceSignsEncode").Device(DEVICE_CPU), Encode<false>);
-REGISTER_KERNEL_BUILDER(Name("GraceSignsMean").Device(DEVICE_CPU), Mean<false>);
-REGISTER_KERNEL_BUILDER(Name("GraceIntsEncode").Device(DEVICE_CPU), Encode<true>);
-REGISTER_KERNEL_BUILDER(Name("GraceIntsMean").Device(DEVICE_CPU), Mean<true>);
+REGISTER_KERNEL_BUILDER(Name("GraceEfsignsgdEncode").Device(DEVICE_CPU), Encode<false>);
+REGISTER_KERNEL_BUILDER(Name("GraceEfsignsgdMean").Device(DEVICE_CPU), Mean<false>);
+REGISTER_KERNEL_BUILDER(Name("GraceBlockintEncode").Device(DEVICE_CPU), Encode<true>);
+REGISTER_KERNEL_BUILDER(Name("GraceBlockintMean").Device(DEVICE_CPU), Mean<true>);
 REGISTER_KERNEL_BUILDER(Name("GraceTopkEncode").Device(DEVICE_CPU), TopkEncode);
 REGISTER_KERNEL_BUILDER(Name("GraceSparseMean").Device(DEVICE_CPU), SparseMean);
-REGISTER_KERNEL_BUILDER(Name("GraceNormalEncode").Device(DEVICE_CPU), NormalEncode);
-REGISTER_KERNEL_BUILDER(Name("GraceNormalMean").Device(DEVICE_CPU), NormalMean);
+REGISTER_KERNEL_BUILDER(Name("GraceEdenEncode").Device(DEVICE_CPU), EdenEncode);
+REGISTER_KERNEL_BUILDER(Name("GraceEdenMean").Device(DEVICE_CPU), EdenMean);
 REGISTER_KERNEL_BUILDER(Name("GraceKeys").Device(DEVICE_CPU), Keys);
 REGISTER_KERNEL_BUILDER(Name("GraceNoiseTable").Device(DEVICE_CPU), NoiseTable);
 
 }  // namespace
 
-// Sets the kernels' library and the instruction set. Returns 0, or 1 if the library lacks a kernel.
+// Sets the kernel library and the instruction set. Returns 0; 1 if the library cannot be loaded or lacks a kernel.
 extern "C" __attribute__((visibility("default"))) int grace_tensorflow_use(const char* path, const void* loops) {
   void* library = dlopen(path, RTLD_NOW);
   if (!library) return 1;

@@ -1,5 +1,5 @@
-// Timeline.play of grace.planner.timeline, for searches that call it thousands of times. Additions have the same order, so
-// results have the same bits. Names follow the Python code, which is the reference.
+// Timeline.play of grace.planner.timeline, for searches that call it thousands of times. Additions have the same order,
+// so results have the same bits. Names follow the Python code, which is the reference.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -30,8 +30,8 @@ struct Waiting {
   }
 };
 
-// Waiting operations, in order. A resource finishes operations in the order in which it started them (the CPU pool: almost),
-// so their successors are pushed near the end.
+// Waiting operations, in order. A resource finishes operations in the order in which it started them (the CPU pool:
+// almost), so their successors are pushed near the end.
 struct Queue {
   std::vector<Waiting> items;
   size_t head = 0;
@@ -54,7 +54,7 @@ struct Moment {
   double idle[RESOURCES] = {0, 0, 0, 0};
   double gaps[RESOURCES] = {-NEVER, -NEVER, -NEVER, -NEVER};
   std::vector<double> pool;
-  Queue after[RESOURCES + 1];  // by the resource of the previous operation; the last: by the backward pass
+  Queue after[RESOURCES + 1];  // one per resource of the previous operation, and one for the backward pass
   std::vector<Waiting> late;
 
   void assign(const Moment& other) {

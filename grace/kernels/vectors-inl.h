@@ -1,7 +1,11 @@
 // Vectors of sixteen floats, for AVX-512, AVX2, or the compiler's generic vectors (NEON, SSE2).
 //
-// The width is the same on all instruction sets, so each kernel is written once and sums have the same order everywhere.
-// Everything is in an unnamed namespace: the linker must not merge the copies of different instruction sets.
+// The width is the same on all instruction sets. So each kernel is written once, and sums have the same order
+// everywhere. Everything is in an unnamed namespace, because the linker must not merge the code of different
+// instruction sets.
+//
+// F, I: sixteen floats or int32; D: sixteen partial sums in double precision; M: a mask of sixteen elements. NAME_some
+// functions load or store the first `count` elements.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +23,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define OUTLINE static __attribute__((noinline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define EACH_OF(N) _Pragma("GCC unroll 16") for (int64_t k = 0; k < N; k++)
 
 namespace {
 
@@ -39,8 +44,8 @@ INLINE void write(T* p, int64_t i, T value) {
 
 #if defined(GRACE_AVX512)
 
-constexpr int TILE = 4;  // vectors summed over workers at once
-constexpr int64_t REGISTERS = 16;  // for sums or factors of a product
+constexpr int TILE = 4;            // vectors that are averaged together
+constexpr int64_t REGISTERS = 16;  // vectors of sums or factors that fit into registers
 struct F { __m512 v; };
 struct I { __m512i v; };
 struct D { __m512d a, b; };
@@ -95,30 +100,25 @@ INLINE double total(D sum) {  // adds halves pairwise, in the same order on all 
   const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
   return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
 }
-INLINE float total(F x) {  // likewise
+INLINE float total(F x) {  // in the same order
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
   const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
 }
-// Non-negative finite floats as doubles, times 2^-896: only the position of the bits differs, so a shift replaces the slower
-// conversion. Elements 2 i are in `even`, 2 i + 1 in `odd`.
+// Converts non-negative finite floats to doubles, times 2^-896. With this factor only the position of the bits differs,
+// so a shift replaces the slower conversion. even: elements 2 i. odd: elements 2 i + 1.
 INLINE void put_apart(F x, __m512d& even, __m512d& odd) {
   const __m512i bits = _mm512_castps_si512(x.v);
   even = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_slli_epi64(bits, 32), 3));
   odd = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_and_si512(bits, _mm512_set1_epi64(INT64_MIN >> 31)), 3));
-}
-INLINE void add_finite(D& sum, F x) {
-  __m512d even, odd;
-  put_apart(x, even, odd);
-  sum.a = _mm512_add_pd(sum.a, even), sum.b = _mm512_add_pd(sum.b, odd);
 }
 INLINE D in_order(D sum) {
   const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
   return {_mm512_permutex2var_pd(sum.a, low, sum.b), _mm512_permutex2var_pd(sum.a, high, sum.b)};
 }
 INLINE double total_finite(D sum) { return total(in_order(sum)) * 0x1p896; }
-// The products are exact, so fused addition gives the same bits.
+// sum += x, squares += x * x. The products are exact, so fused additions give the same bits.
 INLINE void add_finite(D& sum, D& squares, F x) {
   const __m512d unit = _mm512_set1_pd(0x1p896);
   __m512d even, odd;
@@ -138,7 +138,7 @@ INLINE I from_bytes(const uint8_t* p) {
 INLINE I from_octets(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// Sixteen codes of 4, 3 or 2 bits; higher bits are undefined.
+// Loads sixteen codes of 4, 3 or 2 bits. Their higher bits are undefined.
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
   const int32_t* words = reinterpret_cast<const int32_t*>(p);
@@ -156,17 +156,18 @@ INLINE I from_codes(const uint8_t* p) {
   }
   return {all};
 }
-INLINE F entries(F table, I codes) { return {_mm512_permutexvar_ps(codes.v, table.v)}; }  // indexed by the lowest four bits
+// Returns table[code] for each code; the lowest four bits of a code are the index.
+INLINE F entries(F table, I codes) { return {_mm512_permutexvar_ps(codes.v, table.v)}; }
 INLINE M above(F x, F y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ); }
 INLINE I raised(M m, I x, int32_t by) { return {_mm512_mask_add_epi32(x.v, m, x.v, _mm512_set1_epi32(by))}; }
 template <int HALF>
-INLINE F swapped(F x) {  // elements i and i ^ HALF
+INLINE F swapped(F x) {  // swaps elements i and i ^ HALF
   if constexpr (HALF == 1) return {_mm512_permute_ps(x.v, 0xb1)};
   if constexpr (HALF == 2) return {_mm512_permute_ps(x.v, 0x4e)};
   if constexpr (HALF == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
   return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
 }
-INLINE F flipped(F x, const int32_t* words, int shift) {  // negates where bit 31 - shift is set
+INLINE F flipped(F x, const int32_t* words, int shift) {  // negates elements whose word has bit 31 - shift set
   const __m512i signs = _mm512_sll_epi32(_mm512_loadu_si512(words), _mm_cvtsi32_si128(shift));
   const __m512i top = _mm512_set1_epi32(INT32_MIN);
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x.v), signs, top, 0x78))};  // x ^ (s & t)
@@ -185,15 +186,10 @@ template <int BY>
 INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // x ^ x >> BY
 INLINE uint32_t top_bits(I x) { return _mm512_movepi32_mask(x.v); }
 INLINE F negated(uint32_t bits, F x) { return {_mm512_mask_xor_ps(x.v, M(bits), x.v, _mm512_set1_ps(-0.0f))}; }
-// Writes up to 16 elements to `values` and `positions`; returns how many are valid.
+// Writes the elements of the mask and their positions. Returns their number. Both arrays need room for sixteen.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
-  _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(count, _mm512_set1_epi32(position))));
-  return __builtin_popcount(m);
-}
-INLINE int64_t compact(M m, int32_t position, int32_t* positions) {
-  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(count, _mm512_set1_epi32(position))));
   return __builtin_popcount(m);
 }
@@ -302,7 +298,7 @@ INLINE float total(F x) {
 INLINE I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE I down(F x) { return {_mm256_cvtps_epi32(_mm256_floor_ps(x.a)), _mm256_cvtps_epi32(_mm256_floor_ps(x.b))}; }
 INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-INLINE __m128i to_bytes(I x) {  // the low byte of each
+INLINE __m128i to_bytes(I x) {  // the lowest byte of each element
   const __m256i low = _mm256_set1_epi32(0xff);
   const __m256i pairs = _mm256_packs_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
   const __m256i order = _mm256_permute4x64_epi64(pairs, 0xd8);
@@ -471,7 +467,7 @@ INLINE double total(D sum) {
     for (int i = 0; i < width; i++) sum.v[i] += sum.v[i + width];
   return sum.v[0];
 }
-INLINE F round_to_float(F x) {  // |x| < 2^22; NaN and infinities stay
+INLINE F round_to_float(F x) {  // for |x| < 2^22; NaN and infinities are unchanged
   const float big = 0x1.8p23f;
   EACH x.v[i] = (x.v[i] + big) - big;
   return x;
@@ -486,7 +482,7 @@ INLINE F to_float(I x) { F r; EACH r.v[i] = __builtin_convertvector(x.v[i], f4);
 INLINE I down(F x) {
   I whole = to_int(x);
   const F r = to_float(whole);
-  EACH whole.v[i] += (i4)(r.v[i] > x.v[i]);  // true is -1
+  EACH whole.v[i] += (i4)(r.v[i] > x.v[i]);  // a true comparison is -1
   return whole;
 }
 INLINE I from_bytes(const uint8_t* p) {
@@ -547,7 +543,7 @@ template <int BY>
 INLINE I folded(I x) { EACH x.v[i] ^= (i4)((u4)x.v[i] >> BY); return x; }
 INLINE uint32_t top_bits(I x) { EACH x.v[i] >>= 31; return bits_of(x); }
 INLINE F negated(uint32_t bits, F x) {
-  const M set = mask_of(bits);  // not by shifts: SSE2 has no per-lane shifts
+  const M set = mask_of(bits);  // with a mask, since SSE2 cannot shift each element by its own distance
   EACH x.v[i] = (f4)((i4)x.v[i] ^ (set.v[i] & INT32_MIN));
   return x;
 }
@@ -596,17 +592,11 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
-// As above, for machines where conversions are as fast.
-INLINE void add_finite(D& sum, F x) { add(sum, x); }
+// As above, for machines that convert floats to doubles as fast.
 INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
 INLINE double total_finite(D sum) { return total(sum); }
 INLINE double total_squares(D squares) { return total(squares); }
 
-INLINE int64_t compact(M m, int32_t position, int32_t* positions) {
-  int64_t count = 0;
-  for (uint32_t bits = bits_of(m); bits; bits &= bits - 1) positions[count++] = position + __builtin_ctz(bits);
-  return count;
-}
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   uint32_t bits = bits_of(m);
   if (__builtin_expect(!bits, 1)) return 0;
@@ -622,12 +612,12 @@ INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* posit
 }
 #endif
 
-// Decoded codes of a block with a given scale.
+// Decodes the codes of a block with a given scale.
 template <int BITS>
 struct Scaled {
   static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F step;  // or, for few bits, the value of each code, repeated to sixteen
+  F step;  // the value of one step; for fewer than 8 bits, the values of all codes, repeated to sixteen
   INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];
@@ -649,10 +639,10 @@ struct Scaled {
 #endif
 };
 
-// Division of many numbers by one, rounded as `/`.
+// Divides many numbers by one, rounded like `/`.
 struct Divisor {
   F by, inverse;
-  bool power;  // power of two: multiplication by the inverse is exact
+  bool power;  // a power of two, for which multiplication by the inverse is exact
   INLINE_MEMBER explicit Divisor(int64_t n)
       : by(fill(float(n))), inverse(fill(1.0f / float(n))), power((n & (n - 1)) == 0 && n < (1 << 24)) {}
   INLINE_MEMBER F divided(F x) const { return power ? x * inverse : x / by; }
@@ -663,23 +653,6 @@ INLINE F magnitude(F x) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-
-// Fast division of many numbers by one, rounded as `/`. NEAR requires that all numbers and quotients are 0 or at least
-// 2^-100, and that the divisor is between 2^-100 and 2^20. Then multiplying by the inverse, and adding the exact remainder
-// times the inverse, gives the same bits (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-// processor", 1990, theorem 7).
-template <bool NEAR>
-struct Quotients {
-  F by, inverse, minus;
-  INLINE_MEMBER explicit Quotients(float x) : by(fill(x)), inverse(fill(1.0f / x)), minus(fill(-x)) {}
-  INLINE_MEMBER F of(F x) const {
-#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
-    const F about = x * inverse;
-    if constexpr (NEAR) return fused(fused(about, minus, x), inverse, about);
-#endif
-    return x / by;
-  }
-};
 
 template <bool STREAM>
 INLINE void put(float* p, F x) {

@@ -13,6 +13,7 @@ from grace.engine.report import Report
 from grace.engine.session import Grace
 from grace.engine.state_store import exported
 from grace.local.exchange import Exchange
+from grace.local.handshake import Change
 from grace.local.model import Access, Model
 from grace.local.progress import FORMAT, Progress, State, check_states, compare
 from grace.local.settings import Settings
@@ -65,6 +66,7 @@ class DiLoCo:
         self._exchange = Exchange(grace, self.settings, weights, self._progress)
         self._settled = False
         self._waiting: tuple[State, ...] = ()  # states that were loaded before `build`
+        self._left: Any = None  # a sample of the parameters as the last step or landing left them; None: unknown
 
     # -- the part of Grace's interface that checkpoints and elastic jobs use ------------------------------------------
     @property
@@ -170,6 +172,7 @@ class DiLoCo:
         self.grace.settle()
         self._settled = True
         if self.transport.size == 1 or self.transport.lockstep:
+            self._exchange.in_step = True
             return
         model, progress = self._model, self._progress
         buffers = {name: self.grace.xp.shape(model.access.read(buffer)) for name, buffer in model.buffers.items()}
@@ -182,6 +185,7 @@ class DiLoCo:
                 "parameters": f"values with sum {model.checksum():08x}",
             },
         )
+        self._exchange.in_step = True
 
     # -- an inner step -----------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -189,7 +193,7 @@ class DiLoCo:
 
         Raises any error of the transport or the method. The exchange is then dropped: parameters, base, momentum and
         residuals stay unchanged, and the fragment's next exchange includes the lost pseudo-gradient. Raises
-        RuntimeError on all workers if the last exchange landed on only some of them.
+        OutOfStep, a RuntimeError, on all workers if their steps, landings or calls differ.
         """
         for _ in self.stepping():
             pass
@@ -204,8 +208,7 @@ class DiLoCo:
         started, ends = settings.slot - settings.fragment_sync_delay, progress.inner == settings.slot
         try:
             if progress.inner == started:
-                self._exchange.launch((progress.turns % settings.parts,))
-                yield
+                yield from self._exchange.launching(progress.turns % settings.parts)
             if self._exchange.flight is None:  # no exchange is due, or it failed in this slot
                 return
             if not ends:
@@ -221,11 +224,20 @@ class DiLoCo:
         finally:
             if ends:
                 progress.end_slot()
+            self._look()
 
     def finish(self) -> None:
-        """Land the exchange in flight and exchange all fragments once more: all workers' parameters become the base.
+        """Land the exchange in flight, and make all workers' parameters and buffers equal by one more exchange.
 
-        For evaluation and export; training may continue afterwards. Raises as `step`.
+        For evaluation and export; training may continue afterwards. Every worker must call it after the same step.
+
+        - If the optimizer's steps moved the parameters, all fragments are exchanged and become the base.
+        - If the parameters of any worker were written since (averaged weights swapped in, the best ones restored, a
+          checkpoint loaded), the workers' parameters become their plain mean, uncompressed, without the outer
+          optimizer. Momentum and residuals stay as they are, and an exchange in flight is dropped.
+        - If nothing moved on any worker, nothing is exchanged but the handshake of 36 bytes.
+
+        Raises as `step`.
         """
         for _ in self.finishing():
             pass
@@ -234,19 +246,44 @@ class DiLoCo:
         """The generator form of `finish` for `in_turn`."""
         self._require_built()
         if not self._settled:
-            self._compare()
-        if self._exchange.flight is not None:
-            while not self._exchange.advance():
-                yield
-            self._exchange.land(self.settings.fragment_update_alpha)
-            self._progress.end_slot()
-        if self._progress.apart:
-            self._exchange.launch(tuple(range(self.settings.parts)))
+            self.settle()
+        exchange, progress = self._exchange, self._progress
+        while exchange.flight is not None and not exchange.advance():
             yield
-            while not self._exchange.advance():
+        change = yield from exchange.agreed(exchange.handshake(finish=True, change=self._change()))
+        if exchange.flight is not None:
+            if change is Change.WRITTEN:  # what is in flight is a part of the parameters that are averaged
+                exchange.drop()
+            else:
+                exchange.land(self.settings.fragment_update_alpha)
+            progress.end_slot()
+        if change is Change.STEPS and progress.apart:
+            exchange.launch_all()
+            yield
+            while not exchange.advance():
                 yield
-            self._exchange.land(0.0)
-            self._progress.inner = 0
+            exchange.land(0.0)
+        elif change in (Change.BUFFERS, Change.WRITTEN):
+            yield from exchange.averaging(parameters=change is Change.WRITTEN)
+        if change >= Change.STEPS:
+            progress.inner = 0
+            self._look()
+
+    def _look(self) -> None:
+        # Remember the parameters as a step or a landing leaves them.
+        with self._model.access.inside():
+            self._left = self._model.sample()
+
+    def _change(self) -> Change:
+        # What this worker has to exchange.
+        model = self._model
+        with model.access.inside():
+            if self._progress.apart:
+                written = self._left is not None and not model.same(self._left, model.sample())
+                return Change.WRITTEN if written else Change.STEPS
+            if model.moved():
+                return Change.WRITTEN
+            return Change.BUFFERS if model.buffers_moved() else Change.NONE
 
     def _require_built(self) -> None:
         if not self.built:
@@ -268,9 +305,11 @@ class DiLoCo:
         workers may be that many steps apart and need files of a common step. RuntimeError before `build`.
         """
         self._require_built()
-        flight, progress = self._exchange.flight, self._progress
+        flight, progress, xp = self._exchange.flight, self._progress, self.grace.xp
+        side: list[Any] = []
         if flight is not None:
             flight.join()
+            side = [*flight.side] if self._weights is not None else [xp.asarray([1.0], "float32"), *flight.side]
         return {
             "format": FORMAT,
             "rank": self.rank,
@@ -283,24 +322,32 @@ class DiLoCo:
             "apart": progress.apart,
             "rounds": progress.rounds,
             **self.global_state(),
-            "sent": {} if flight is None else {n: exported(each, self.grace.xp) for n, each in flight.deltas.items()},
-            "side": [] if flight is None else [exported(each, self.grace.xp) for each in flight.side],
+            "sent": {} if flight is None else {name: exported(each, xp) for name, each in flight.deltas.items()},
+            "side": [exported(each, xp) for each in side],
             "grace": self.grace.state_dict(),
         }
 
     def check_state(self, *states: State, lost: bool = False) -> None:
         """Raise ValueError, naming the difference, for states that `load_state_dict` cannot load."""
-        check_states(states, self.settings, {name: each.shape for name, each in self._model.tensors.items()}, lost)
-        self.grace.check_state(*(_graces(states) if lost else (state["grace"] for state in states)), lost=lost)
+        self._checked(states, lost)
+
+    def _checked(self, states: Sequence[State], lost: bool = False) -> tuple[State, ...]:
+        # The states under the model's names, if they can be loaded.
+        shapes = {name: each.shape for name, each in self._model.tensors.items()}
+        found = check_states(states, self.settings, shapes, lost)
+        self.grace.check_state(*(_graces(found) if lost else (state["grace"] for state in found)), lost=lost)
+        return found
 
     def load_state_dict(self, *states: State) -> None:
         """Continue from this worker's `state_dict`, or, for another number of workers, those of all former workers.
 
         Load the worker's parameters and optimizer first. For another number of workers a new slot begins, parameters
         become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` the states are stored,
-        and `build` loads them. Raises ValueError, and changes nothing, for a state that does not fit.
+        and `build` loads them. Parameters may have other names now, as `torch.compile` and Keras's `load_model` give
+        them, if shapes and the ends of names match. Raises ValueError, and changes nothing, for a state that does not
+        fit.
         """
-        self.check_state(*states)
+        states = self._checked(states)
         if not self.built:
             self._waiting = states
             return
@@ -316,8 +363,11 @@ class DiLoCo:
         if sent := states[0]["sent"]:
             with self._exchange.dropped_on_error():
                 deltas = {name: self._model.loaded(array) for name, array in sent.items()}
-                side = tuple(map(self._model.loaded, states[0]["side"]))
-                self._exchange.start((self._progress.turns % self.settings.parts,), deltas, side)
+                first, *side = map(self._model.loaded, states[0]["side"])
+                if self._weights is not None:
+                    side = [first[-1:], *side]  # older states have two more numbers before the weight
+                place = self._exchange.handshake(finish=False)
+                self._exchange.start((self._progress.turns % self.settings.parts,), deltas, tuple(side), place)
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[State] = ()) -> None:
         """Continue with other workers over another transport, as `Grace.reset` does. Drops the exchange in flight.
@@ -327,13 +377,14 @@ class DiLoCo:
         Residuals are summed and divided among all. Every worker must make this call; all begin a new slot.
         """
         if states:
-            self.check_state(*states, lost=True)
+            states = self._checked(states, lost=True)
         newest = max(states, key=lambda state: state["landed"], default=None)
         own = [state for state in states if (state["rank"], state["world_size"]) == (self.rank, self.world_size)]
         joins = newest is not None and (not self.steps or [s["landed"] for s in own] != [newest["landed"]])
         flight, self._exchange.flight = self._exchange.flight, None  # do not wait: the workers may be lost
         if flight is not None:
             flight.join()
+        self._exchange.in_step, self._left = False, None
         self.grace.reset(transport, _graces(states))
         self._settled, self._progress.inner = False, 0
         if newest is not None:
@@ -347,6 +398,7 @@ class DiLoCo:
         with self._model.access.inside():
             self._model.take(state)
         self._progress.take(state)
+        self._left = None
 
     def _restore(self) -> None:
         # Set the parameters to the base.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from grace.core import Array
 from grace.core.collectives import Reduce
 from grace.engine.session import Grace
+from grace.local.handshake import Change, Handshake
 from grace.local.model import Model
 from grace.local.progress import Progress
 from grace.local.settings import Settings
@@ -20,37 +22,54 @@ from grace.local.settings import Settings
 class Flight:
     """An exchange of fragments in flight.
 
-    ``deltas``: the pseudo-gradients by name. ``side``: arrays that are summed uncompressed: float32[3] with the number
-    of landings, its square, and the worker's weight; then buffers. ``delayed``: the exchange lands in a later step, so
-    a checkpoint may need the pseudo-gradients.
+    ``deltas``: the pseudo-gradients by name. ``side``: arrays that are summed uncompressed: float32[1] with the
+    worker's weight, if workers have weights, and buffers. ``handshake``: goes first; None if it has been checked.
+    ``delayed``: the exchange lands in a later step, so a checkpoint may need the pseudo-gradients.
     """
 
     def __init__(
-        self, grace: Grace, fragments: tuple[int, ...], deltas: dict[str, Array], side: tuple[Array, ...], delayed: bool
+        self,
+        grace: Grace,
+        fragments: tuple[int, ...],
+        deltas: dict[str, Array],
+        side: tuple[Array, ...],
+        handshake: Handshake | None,
+        delayed: bool,
     ):
         self.fragments, self.names, self.side = fragments, list(deltas), side
         self.deltas = deltas if delayed else {}
         self.rounds = 0
         """Number of finished rounds."""
-        self._grace, self._delayed = grace, delayed
+        self._grace, self._delayed, self._handshake = grace, delayed, handshake
+        self._unsent: dict[str, Array] | None = deltas
         self._arrive: Callable[[], list[Any]] | None = None
         self._background: Future[None] | None = None
 
-    def start(self, deltas: dict[str, Array], executor: Executor | None) -> None:
-        """Send the first round. ``executor``: runs the whole exchange, for a toolkit whose operations block."""
-        if executor is None:
-            self._send(deltas)
-        else:
-            self._background = executor.submit(self._run, deltas)
+    def start(self, at_once: bool, executor: Executor | None) -> None:
+        """Send the handshake and, if ``at_once``, the first round; else `advance` does, once the handshake is checked.
 
-    def _send(self, deltas: dict[str, Array]) -> None:
+        ``executor``: runs the whole exchange, for a toolkit whose operations block.
+        """
+        if executor is not None:
+            self._background = executor.submit(self._run)
+            return
+        if self._handshake is not None:
+            self._handshake.start()
+        if at_once or self._handshake is None:
+            self._send()
+
+    def _send(self) -> None:
+        deltas, self._unsent = self._unsent, None
+        assert deltas is not None
         # Name the message after a tensor: several DiLoCo objects may have exchanges in flight.
-        self._arrive = self._grace.transport.start([Reduce(self.side, "sum")], f"local.{self.names[0]}")
+        if self.side:
+            self._arrive = self._grace.transport.start([Reduce(self.side, "sum")], f"local.{self.names[0]}")
         self._grace.launch(deltas, spent=not self._delayed)
 
-    def _run(self, deltas: dict[str, Array]) -> None:
-        self._send(deltas)
-        while not self._grace.advance():
+    def _run(self) -> None:
+        if self._handshake is not None:
+            self._handshake.start()
+        while not self._advance():
             pass
 
     def advance(self) -> bool:
@@ -58,13 +77,21 @@ class Flight:
         if self._background is not None:
             self._background.result()
             return True
+        return self._advance()
+
+    def _advance(self) -> bool:
+        handshake, self._handshake = self._handshake, None
+        if handshake is not None:
+            handshake.check()
+        if self._unsent is not None:
+            self._send()
+            return False
         self.rounds += 1
         return self._grace.advance()
 
     def sums(self) -> list[Array]:
         """The sums of ``side`` over the workers."""
-        assert self._arrive is not None
-        return list(self._arrive()[0])
+        return [] if self._arrive is None else list(self._arrive()[0])
 
     def join(self) -> None:
         """Wait for the executor's thread, if there is one."""
@@ -86,38 +113,90 @@ class Exchange:
         self.fragments: list[tuple[str, ...]] = []
         """The parameter names of each fragment, in order of exchange."""
         self.flight: Flight | None = None
+        self.in_step = False
+        """Whether all workers were at one place when they last met, and nothing has failed here since. Then the next
+        exchange of each is the same, unless one calls `finish`, which waits for the handshake.
+        """
         self.side_bytes = 0
-        """Bytes of the uncompressed sums."""
+        """Bytes of the uncompressed messages."""
         self.skipped = 0
         """Number of non-finite means."""
         self._executor: ThreadPoolExecutor | None = None
 
-    def launch(self, fragments: tuple[int, ...]) -> None:
-        """Start the exchange of these fragments."""
-        xp, model = self._grace.xp, self.model
+    # -- an exchange of pseudo-gradients -----------------------------------------------------------------------------
+    def launching(self, fragment: int) -> Iterator[None]:
+        """Start the exchange of a fragment; yields when the other workers must catch up.
+
+        Payloads of different sizes must not meet: torch.distributed ends the process then. So the handshake comes
+        first. An exchange with a delay does not wait for it if the workers are known to be `in_step`.
+        """
+        deltas, side = self._collected((fragment,))
+        at_once = self._delayed and self.in_step
+        self.start((fragment,), deltas, side, self.handshake(finish=False), at_once)
+        yield
+        if not at_once and not self._in_background:
+            self.advance()
+            yield
+
+    def launch_all(self) -> None:
+        """Start the exchange of all fragments, after a handshake."""
+        fragments = tuple(range(self._settings.parts))
+        self.start(fragments, *self._collected(fragments))
+
+    def handshake(self, finish: bool, change: Change = Change.NONE) -> Handshake:
+        """A handshake before the next exchange; see `Handshake`."""
+        grace = self._grace
+        with self.dropped_on_error():
+            name = next(iter(self.model.tensors))  # of several DiLoCo objects
+            return Handshake(grace.transport, grace.xp, name, self._progress, finish, change)
+
+    def agreed(self, handshake: Handshake) -> Generator[None, None, Change]:
+        """Start a handshake and wait for it; returns the largest change. Yields when the others must catch up."""
+        with self.dropped_on_error():
+            handshake.start()
+        self.side_bytes += handshake.nbytes
+        yield
+        with self.dropped_on_error():
+            return handshake.check()
+
+    def _collected(self, fragments: tuple[int, ...]) -> tuple[dict[str, Array], tuple[Array, ...]]:
+        # The pseudo-gradients of fragments, and what is summed beside them.
+        model = self.model
         with self.dropped_on_error():
             weight = self._weight()
             deltas = {}
             for name in (name for number in fragments for name in self.fragments[number]):
                 delta = model.base(name) - model.current(name)
                 deltas[name] = delta if weight is None else delta * weight
-            limit = math.isqrt(2**24 // self._grace.world_size)  # keeps sums of squares exact
-            landed = float(self._progress.landed % limit)
-            side = [xp.asarray([landed, landed * landed, 1.0 if weight is None else weight], "float32")]
+            side = [] if weight is None else [self._grace.xp.asarray([weight], "float32")]
             if fragments[-1] == self._settings.parts - 1:
                 side += [value if weight is None else value * weight for value in model.buffer_values()]
-            self.start(fragments, deltas, tuple(side))
+        return deltas, tuple(side)
 
-    def start(self, fragments: tuple[int, ...], deltas: dict[str, Array], side: tuple[Array, ...]) -> None:
+    @property
+    def _delayed(self) -> bool:
+        return self._settings.fragment_sync_delay > 0
+
+    @property
+    def _in_background(self) -> bool:
+        # Horovod's TensorFlow operations block. Horovod matches messages by name, so another thread may issue them.
+        return self._delayed and self._grace.xp.traced and not self._grace.transport.lockstep
+
+    def start(
+        self,
+        fragments: tuple[int, ...],
+        deltas: dict[str, Array],
+        side: tuple[Array, ...],
+        handshake: Handshake | None = None,
+        at_once: bool = False,
+    ) -> None:
         """Start an exchange of these arrays: see `Flight`."""
-        delayed = self._settings.fragment_sync_delay > 0
-        self.flight = Flight(self._grace, fragments, deltas, side, delayed)
-        if delayed and self._grace.xp.traced and not self._grace.transport.lockstep:
-            # Horovod's TensorFlow operations block. Horovod matches messages by name, so another thread may issue them.
-            self._executor = self._executor or ThreadPoolExecutor(1, "grace.local")
-            self.flight.start(deltas, self._executor)
-        else:
-            self.flight.start(deltas, None)
+        with self.dropped_on_error():
+            self.flight = Flight(self._grace, fragments, deltas, side, handshake, self._delayed)
+            self.side_bytes += 0 if handshake is None else handshake.nbytes
+            if self._in_background and self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "grace.local")
+            self.flight.start(at_once, self._executor)
 
     def advance(self) -> bool:
         """Wait for one round and send the next. True when nothing is left to exchange."""
@@ -136,13 +215,13 @@ class Exchange:
         together = len(flight.fragments) > 1
         last = together or flight.fragments[0] == settings.parts - 1
         with self.dropped_on_error():
-            about, *side = flight.sums()
-            self._check_landings(about)
+            side = flight.sums()
+            weights = None if self._weights is None else side.pop(0)
             # The Grace's step count advances once every H steps: methods that alternate by step do so for each
             # fragment.
             self._grace.land(last=last)
         with model.access.inside(), xp.quiet():
-            weight = None if self._weights is None else about[2:] / self._grace.world_size
+            weight = None if weights is None else weights / self._grace.world_size
             found = {}
             for name in flight.names:
                 mean = self._grace.mean(name)
@@ -156,32 +235,59 @@ class Exchange:
                 model.store(name, base, momentum)
                 model.put(name, mixed)
             if side:
-                count = self._grace.world_size if weight is None else about[2:]
-                model.put_buffers(
-                    [each / (count if weight is None else xp.cast(count, xp.dtype(each))) for each in side]
-                )
+                model.put_buffers([
+                    each / (self._grace.world_size if weights is None else xp.cast(weights, xp.dtype(each)))
+                    for each in side
+                ])  # fmt: skip
         self.side_bytes += sum(int(xp.nbytes(each)) for each in flight.side)
         self.flight = None
+        self._landed(flight.names, found, alpha > 0 or not (together or settings.parts == 1))
+
+    def _landed(self, names: Sequence[str], found: Collection[str], apart: bool) -> None:
+        # Count an exchange of these tensors; those not ``found`` have a mean that is not finite.
+        self.in_step = True
         self._progress.landed += 1
-        self._progress.apart = alpha > 0 or not (together or settings.parts == 1)
-        if skipped := [name for name in flight.names if name not in found]:
+        self._progress.apart = apart
+        if skipped := [name for name in names if name not in found]:
             if not self.skipped:
                 warnings.warn(
                     f"the mean of {skipped[0]!r} is not finite: some worker's parameters are not. All workers leave "
                     "its base unchanged; report().skipped counts such means",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self.skipped += len(skipped)
 
-    def _check_landings(self, about: Array) -> None:
-        # The sums are exact and equal on all workers, so all workers raise together.
-        landed, squares, _ = self._grace.xp.to_numpy(about).tolist()
-        if landed * landed != self._grace.world_size * squares:
-            raise RuntimeError(
-                "the workers have landed different numbers of exchanges "
-                f"(this one {self._progress.landed}): one failed on some of them only, so that their bases differ. "
-                "Load a checkpoint on all workers, or go on from the last base by reset(transport, states)"
-            )
+    # -- an exchange of the parameters themselves --------------------------------------------------------------------
+    def averaging(self, parameters: bool) -> Iterator[None]:
+        """Set buffers, and ``parameters`` with their bases, to their plain means, uncompressed; after a handshake.
+
+        Momentum and residuals stay as they are. Yields when the other workers must catch up.
+        """
+        xp, model = self._grace.xp, self.model
+        means: dict[str, Array] = {}
+        buffers: Sequence[Array] = ()
+        for names in self.fragments if parameters else ():  # one message each
+            found = yield from self._mean(partial(map, model.current, names), f"{names[0]}.mean")
+            means.update(zip(names, found, strict=True))
+        if model.buffers:
+            buffers = yield from self._mean(model.buffer_values, f"{next(iter(model.tensors))}.buffers")
+        with model.access.inside(), xp.quiet():
+            finite = {name: mean for name, mean in means.items() if xp.finite(mean)}
+            for name, mean in finite.items():
+                model.store(name, mean, None)
+                model.put(name, mean)
+            model.put_buffers(buffers)
+        self._landed(list(means), finite, False)
+
+    def _mean(self, values: Callable[[], Iterable[Array]], name: str) -> Generator[None, None, Sequence[Array]]:
+        with self.dropped_on_error():
+            sent = tuple(values())
+            arrive = self._grace.transport.start([Reduce(sent, "mean")], f"local.{name}")
+            self.side_bytes += sum(int(self._grace.xp.nbytes(each)) for each in sent)
+        yield
+        with self.dropped_on_error():
+            (means,) = arrive()
+        return tuple(means)
 
     def _weight(self) -> float | None:
         weights = self._weights
@@ -202,7 +308,7 @@ class Exchange:
 
     def drop(self) -> None:
         """Abandon the exchange in flight, if there is one."""
-        flight, self.flight = self.flight, None
+        flight, self.flight, self.in_step = self.flight, None, False
         if flight is None:
             return
         flight.join()

@@ -15,6 +15,9 @@ from grace.engine.reshard import host
 from grace.engine.session import FLOATS
 from grace.engine.state_store import exported
 
+SAMPLED = 4, 64
+"""Maximum number of parameters that `Model.sample` reads, and of elements of each."""
+
 
 @dataclass(frozen=True)
 class Access:
@@ -42,6 +45,10 @@ class Model:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     bases: dict[str, Any] = field(default_factory=dict)
     momenta: dict[str, Any] = field(default_factory=dict)
+    sampled: dict[str, Array] = field(default_factory=dict)
+    """The positions that `sample` reads, int32[up to 64], by parameter."""
+    averages: list[Array] | None = None
+    """The values of the buffers that all workers agreed on; None: unknown."""
 
     @classmethod
     def of(
@@ -57,6 +64,11 @@ class Model:
             raise TypeError(f"{odd[0].name!r} has dtype {odd[0].dtype}: only {', '.join(FLOATS)} can be averaged")
         buffers = {name: each for name, each in buffers.items() if xp.dtype(access.read(each)) in FLOATS}
         model = cls(xp, access, on_host, parameters, buffers, tensors)
+        count, length = SAMPLED
+        for name in [*reversed(tensors)][:: -(-len(tensors) // count)]:  # the last, often a head, is one of them
+            size = tensors[name].size
+            places = range(0, size, max(1, size // length))
+            model.sampled[name] = xp.asarray(list(places[:length]), "int32")
         model.adopt()
         if momentum:
             zeros = {name: xp.zeros(tensor.shape, _wide(tensor.dtype)) for name, tensor in tensors.items()}
@@ -66,6 +78,7 @@ class Model:
     def adopt(self) -> None:
         """Make the current parameters the base."""
         self.bases = {name: self._stored(self.xp.buffers.copy(self.current(name))) for name in self.tensors}
+        self.averages = self.buffer_values()
 
     def restore(self) -> None:
         """Set the current parameters to the base."""
@@ -100,9 +113,36 @@ class Model:
         return [self.xp.buffers.copy(self.xp.cast(value, _wide(self.xp.dtype(value)))) for value in values]
 
     def put_buffers(self, values: Sequence[Array]) -> None:
-        """Write all buffers."""
+        """Write all buffers, with equal values on all workers."""
         for buffer, value in zip(self.buffers.values(), values, strict=True):
             self._write(buffer, value, self.xp.dtype(self.access.read(buffer)))
+        self.averages = self.buffer_values()
+
+    def moved(self) -> bool:
+        """Whether a parameter differs from its base, in the parameter's dtype."""
+        xp = self.xp
+        return any(
+            self._differ(self.access.read(parameter), xp.cast(self.base(name), self.tensors[name].dtype))
+            for name, parameter in self.parameters.items()
+        )
+
+    def buffers_moved(self) -> bool:
+        """Whether a buffer differs from the last value that all workers agreed on, if that is known."""
+        return self.averages is not None and any(map(self._differ, self.buffer_values(), self.averages))
+
+    def _differ(self, one: Array, other: Array) -> bool:
+        return not bool(self.xp.to_numpy(self.xp.all(one == other)))
+
+    def same(self, one: Array, other: Array) -> bool:
+        """Whether two samples have the same bits."""
+        return bool(self.xp.to_numpy(one).tobytes() == self.xp.to_numpy(other).tobytes())
+
+    def sample(self) -> Array:
+        """A copy of a few elements of some parameters, to see later whether the parameters were written."""
+        xp = self.xp
+        wide = "float64" if any(self.tensors[name].dtype == "float64" for name in self.sampled) else "float32"
+        flat = {name: xp.reshape(self.access.read(self.parameters[name]), (-1,)) for name in self.sampled}
+        return xp.concat([xp.cast(xp.take(flat[name], places), wide) for name, places in self.sampled.items()])
 
     def checksum(self) -> int:
         """A checksum of all bases."""
@@ -120,6 +160,7 @@ class Model:
         for mine, theirs in ((self.bases, state["base"]), (self.momenta, state["momentum"])):
             for name in mine:
                 mine[name] = self._stored(self.loaded(theirs[name]))
+        self.averages = None
 
     def loaded(self, array: Any) -> Array:
         """An array of this toolkit, from a host array of a state."""

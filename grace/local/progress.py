@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.core import Transport
+from grace.local.names import Shapes, under_own_names
 from grace.local.settings import Settings
 
 FORMAT = 1
@@ -70,12 +71,11 @@ def compare(transport: Transport, mine: dict[str, str]) -> None:
                 )
 
 
-def check_states(
-    states: Sequence[State], settings: Settings, shapes: Mapping[str, tuple[int, ...]], lost: bool
-) -> None:
-    """Raise ValueError, naming the difference, for unsuitable states. ``shapes``: the parameters' shapes, if known.
+def check_states(states: Sequence[State], settings: Settings, shapes: Shapes, lost: bool) -> tuple[State, ...]:
+    """States under the model's own names; ValueError, naming the difference, if they are unsuitable.
 
-    ``lost``: workers may have missed the last landing.
+    ``shapes``: the parameters' shapes by name, empty if they are not known yet. ``lost``: workers may have missed the
+    last landing.
     """
     for state in states:
         if state.get("format") != FORMAT or "base" not in state:
@@ -83,6 +83,8 @@ def check_states(
                 f"this state has format {state.get('format')!r} or is none of local training, of which this "
                 f"version of grace reads format {FORMAT}"
             )
+    found = tuple(under_own_names(state, shapes) for state in states) if shapes else tuple(states)
+    for state in found:
         if state["settings"] != repr(settings):
             raise ValueError(
                 f"this state belongs to {state['settings']}, but this is {settings!r}: use the same settings"
@@ -91,7 +93,4 @@ def check_states(
             raise ValueError(
                 f"states of steps {states[0]['step']} and {state['step']}: load states that were saved together"
             )
-        theirs = {name: tuple(array.shape) for name, array in state["base"].items()}
-        if shapes and shapes != theirs:
-            odd = sorted(shapes.items() ^ theirs.items())[0]
-            raise ValueError(f"this state belongs to another model: {odd} is in one of them only")
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State, name_of
 from grace.core.registry import register
@@ -54,16 +54,16 @@ class DGC(Memory):
 
     def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         xp, x, u, v = ctx.xp, self.clipped(x, ctx), state["momentum"], state["residual"]
+        u = xp.buffers.copy(u)  # the state before the exchange must stay intact until the exchange ends
         if not 0 < xp.piece < ctx.size:
-            u, step = self._momentum(x, u)
+            u, step = self._momentum(xp, x, u)
             return v + step, {**state, "momentum": u}
-        fresh = xp.buffers.empty(ctx.size)  # the state before the exchange must stay intact until the exchange ends
         for start in range(0, ctx.size, xp.piece):
-            part = slice(start, min(start + xp.piece, ctx.size))
-            momentum, step = self._momentum(x[part], u[part])
-            xp.buffers.write(fresh[part], momentum)
-            xp.buffers.write(x[part], v[part] + step)
-        return x, {**state, "momentum": fresh}
+            part = slice(start, start + xp.piece)
+            _, step = self._momentum(xp, x[part], u[part])
+            xp.buffers.write(x[part], v[part])
+            xp.inplace.add(x[part], step)
+        return x, {**state, "momentum": u}
 
     def clipped(self, x: Array, ctx: Context) -> Array:
         """The gradient, scaled down if its norm exceeds ``gradient_clipping``."""
@@ -85,13 +85,13 @@ class DGC(Memory):
         return {"momentum": ctx.xp.zeros(ctx.size, ctx.dtype)}
 
     def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        u, step = self._momentum(mean, state["momentum"])
+        u, step = self._momentum(ctx.xp, mean, ctx.xp.buffers.copy(state["momentum"]))
         return step, {"momentum": u}
 
-    def _momentum(self, g: Array, u: Array) -> tuple[Array, Array]:
-        # The next momentum, and its contribution to v.
+    def _momentum(self, xp: Any, g: Array, u: Array) -> tuple[Array, Array]:
+        # The next momentum, and its contribution to v. u is donated.
         if self.nesterov:
-            u = (u + g) * self.momentum
+            u = xp.inplace.multiply(xp.inplace.add(u, g), self.momentum)
             return u, u + g
-        u = u * self.momentum + g
+        u = xp.inplace.add(xp.inplace.multiply(u, self.momentum), g)
         return u, u

@@ -11,8 +11,8 @@ def weighted_sum(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: 
     if beta == gamma == 1.0:
         return xp.inplace.add(x, last)
     if not 0 < xp.piece < ctx.size:
-        return xp.inplace.add(x * gamma, last * beta)
+        return xp.inplace.add(xp.inplace.multiply(x, gamma), last * beta)
     for start in range(0, ctx.size, xp.piece):
-        part = slice(start, min(start + xp.piece, ctx.size))
-        xp.buffers.write(x[part], last[part] * beta + x[part] * gamma)
+        part = x[start : start + xp.piece]
+        xp.inplace.add(xp.inplace.multiply(part, gamma), last[start : start + xp.piece] * beta)
     return x

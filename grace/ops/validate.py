@@ -36,7 +36,8 @@ def matching(
         if found != times * wanted:
             raise ValueError(f"its {what} are {found}, not {times * wanted}")
         return array
-    message = f"its {what} are not as many as they must be"
+    number = "the number that its other arrays ask for" if wanted is None else times * wanted
+    message = f"the number of its {what} is not {number}"
     return xp.sound(array, lambda: xp.all(xp.lengths([array]) == times * xp.lengths([other])), message)
 
 

@@ -1,5 +1,6 @@
 """TensorFlow integrations: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
 
+from grace.keras.backup import BackupAndRestore
 from grace.keras.broadcast import broadcast_variables
 from grace.keras.callbacks import (
     BroadcastCallback,
@@ -17,6 +18,7 @@ from grace.tensorflow.gradients import DistributedGradientTape
 from grace.tensorflow.stages import Boundary
 
 __all__ = [
+    "BackupAndRestore",
     "Boundary",
     "BroadcastCallback",
     "CheckpointState",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -68,6 +69,9 @@ class TensorflowToolkit(Toolkit):
     def inside_graph(self) -> bool:
         return bool(tf.inside_function())
 
+    def outside_graphs(self) -> AbstractContextManager[Any]:
+        return tf.init_scope()
+
     def opaque(self, function: Callable[..., Any]) -> Any:
         return tf.autograph.experimental.do_not_convert(function)
 
@@ -111,8 +115,6 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
     if not eager and grace.transport.elastic:
         _check_workers(grace.world_size)
     means = grace.step(handed)
-    if eager:
-        grace.tune()
     found = [(means.get(name), turned[name]) for name in names]
     return [tf.transpose(mean) if back and mean is not None else mean for mean, back in found]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grace.core import Combine, Compressor, name_of
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
 from grace.memories.residual import Residual
 from grace.testing import exchanges
 from grace.testing.cases import (
@@ -220,7 +220,7 @@ def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
     if traits.majority_vote or (compressor.variance(2**20) or 0) >= 1 or traits.memory == "none":
         return
     shape = shape_of(compressor)
-    method, ctx = FastMethod(compressor, Residual()), context(xp, shape, world_size=1)
+    method, ctx = TensorCodec(compressor, Residual()), context(xp, shape, world_size=1)
     state, n = method.init(ctx), ctx.size
     carried, given = np.zeros(n), np.zeros(n)
     for step in range(50 if xp.name == "numpy" else 15):

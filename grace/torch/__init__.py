@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grace.torch.boundary import Boundary
 from grace.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
-from grace.torch.checkpoint import CheckpointState
+from grace.torch.checkpoint import CheckpointState, GatheredState
 from grace.torch.ddp import ddp_hook, name_parameters
 from grace.torch.fsdp import fsdp
 from grace.torch.neighbours import gossip
@@ -21,6 +21,7 @@ __all__ = [
     "Boundary",
     "CheckpointState",
     "DistributedOptimizer",
+    "GatheredState",
     "PipelineStage",
     "PolicyScheduler",
     "broadcast_optimizer_state",

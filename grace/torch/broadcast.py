@@ -15,7 +15,8 @@ from grace.backends import get_backend
 from grace.core import Transport
 from grace.core.collectives import Broadcast
 from grace.engine.session import Grace
-from grace.torch.checks import check_grace, check_optimizer, entries, kind_of, ordinary
+from grace.torch.checks import check_grace, check_optimizer, entries, is_wrapper, kind_of, ordinary
+from grace.torch.named import check_order
 from grace.transports import get_transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -24,6 +25,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By element size in bytes, the integer dtype as which the elements' bits are sent."""
 NUMPY = "\0numpy"
 """Key of an encoded NumPy number or array; the value holds its dtype, shape and bytes."""
+WRAPPER = "\0wrapper"
+"""Key of an encoded tensor subclass; the value holds its class, inner tensors, context, size and stride."""
 
 
 def broadcast_parameters(
@@ -31,7 +34,8 @@ def broadcast_parameters(
 ) -> None:
     """Copy worker ``root_rank``'s values to all workers, in place.
 
-    ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: the Grace whose
+    ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. Of tensor subclasses with
+    `__tensor_flatten__`, such as torchao's quantised weights, the inner tensors are copied. ``grace``: the Grace whose
     transport to use; None: the initialised transport.
 
     Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
@@ -70,8 +74,10 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
     """Copy worker ``root_rank``'s optimizer state to all workers, including those without state.
 
-    State and settings may hold tensors, numbers (NumPy's too), text, and lists and dictionaries of these. ``grace``: as
-    in `broadcast_parameters`. Every worker must make this call. If the workers' optimizers or parameters differ, or
+    State and settings may hold tensors, numbers (NumPy's too), text, lists and dictionaries of these, and classes of
+    `torch.serialization.add_safe_globals`, as torchao's states. Parameters are matched by the optimizer's own names
+    (``torch.optim.SGD(model.named_parameters())``), else by position. ``grace``: as in `broadcast_parameters`. Every
+    worker must make this call. If the workers' optimizers or parameters differ, equal weights are in another order, or
     there are values of other types, all workers raise ValueError, and nothing has changed.
     """
     check_optimizer(optimizer, "broadcast_optimizer_state(optimizer)")
@@ -84,11 +90,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         except (TypeError, ValueError) as found:
             error = str(found)
     about = {"the optimizer": type(optimizer).__name__}
+    named = all("param_names" in group for group in optimizer.param_groups)
     for number, group in enumerate(optimizer.param_groups):
-        about[f"parameter group {number}"] = ", ".join(f"{p.dtype}{list(p.shape)}" for p in group["params"])
+        shapes = [f"{p.dtype}{list(p.shape)}" for p in group["params"]]
+        if named:
+            shapes = sorted(f"{name!r} {shape}" for name, shape in zip(group["param_names"], shapes, strict=True))
+        about[f"parameter group {number}"] = ", ".join(shapes)
     _compare(transport, root_rank, about, error, "Make the same optimizer on every worker")
     if transport.size == 1:
         return
+    if not named:
+        check_order(parameters, transport)
     device = transport.xp.device  # type: ignore[attr-defined]
     data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(device)
     with ordinary():
@@ -103,6 +115,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             error = f"cannot read worker {root_rank}'s state: {found}"
     _compare(transport, root_rank, {}, error, "")
     if transport.rank != root_rank:
+        if named:
+            for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+                numbers = dict(zip(group["param_names"], group["params"], strict=True))
+                group["param_names"] = own["param_names"]
+                group["params"] = [numbers[name] for name in own["param_names"]]
         optimizer.load_state_dict(state)
 
 
@@ -144,13 +161,23 @@ def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
         if named.setdefault(name, value) is not value:
             raise ValueError(f"two tensors are named {name!r}: broadcast the models one after the other")
     own = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and not n.endswith("_extra_state")}
-    return {name: own[name] for name in sorted(own)}, [n for n, v in named.items() if n not in own and v is not None]
+    extra = [n for n, v in named.items() if n not in own and v is not None]
+    return dict(pair for name in sorted(own) for pair in _inner(name, own[name])), extra
+
+
+def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    # The tensors that hold a tensor's values: itself, or those of a wrapper.
+    if is_wrapper(tensor) and hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _inner(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
 
 
 def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     # A writable integer view of a tensor's bits, each element once, and whether the tensor is expanded.
     if (kind := kind_of(tensor)) is not None:
-        raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: broadcast plain tensors with values")
+        raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: leave it out, and load it on each worker")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name!r} was made in torch.inference_mode(), and only there it can be written to")
     target = tensor.detach()
@@ -214,14 +241,26 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield chunk
 
 
+_REFUSED = (
+    "{} is {}, which cannot be broadcast: keep tensors, numbers and text in the optimizer, or allow the class on all "
+    "workers by torch.serialization.add_safe_globals([{}])"
+)
+
+
 def _plain(value: Any, path: str) -> Any:
     """Encode a value so that `torch.load` reads it without running code. TypeError if impossible, naming ``path``."""
     if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
         return {NUMPY: [value.dtype.str, list(value.shape), value.tobytes().hex(), isinstance(value, np.ndarray)]}
     if isinstance(value, torch.Tensor):
-        if (kind := kind_of(value)) is not None:
+        if (kind := kind_of(value)) is None:
+            return value.detach()
+        if not is_wrapper(value) or not hasattr(value, "__tensor_flatten__"):
             raise TypeError(f"{path} is {kind}, which cannot be broadcast")
-        return value.detach()
+        if type(value) not in _allowed().values():
+            raise TypeError(_REFUSED.format(path, _name(type(value)), type(value).__name__))
+        names, context = value.__tensor_flatten__()
+        inner = {name: _plain(getattr(value, name), f"{path}.{name}") for name in names}
+        return {WRAPPER: [_name(type(value)), inner, _plain(context, path), list(value.shape), list(value.stride())]}
     if type(value) in (dict, list, tuple):
         if type(value) is dict:
             return {key: _plain(each, f"{path}[{key!r}]") for key, each in value.items()}
@@ -232,14 +271,26 @@ def _plain(value: Any, path: str) -> Any:
             torch.save(value, content)
             torch.load(io.BytesIO(content.getvalue()), weights_only=True)
         except Exception as error:  # pickling may raise anything
-            raise TypeError(
-                f"{path} is {type(value).__module__}.{type(value).__qualname__}, which cannot be broadcast: keep "
-                "tensors, numbers and text in the optimizer, or allow the class by torch.serialization.add_safe_globals"
-            ) from error
+            raise TypeError(_REFUSED.format(path, _name(type(value)), type(value).__name__)) from error
     return value
 
 
+def _allowed() -> dict[str, Any]:
+    # The classes that the user allows to be read, by name.
+    allowed = (each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals())
+    return {_name(each): each for each in allowed}
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _restored(value: Any) -> Any:
+    if type(value) is dict and value.keys() == {WRAPPER}:
+        name, inner, context, size, stride = _restored(value[WRAPPER])
+        if name not in _allowed():
+            raise ValueError(f"{name} is not allowed here by torch.serialization.add_safe_globals")
+        return _allowed()[name].__tensor_unflatten__(inner, context, torch.Size(size), tuple(stride))
     if type(value) is dict and value.keys() == {NUMPY}:
         dtype, shape, content, is_array = value[NUMPY]
         array = np.frombuffer(bytes.fromhex(content), np.dtype(dtype)).reshape(shape).copy()

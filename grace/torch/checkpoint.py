@@ -1,4 +1,4 @@
-"""CheckpointState: a Grace in torch.distributed checkpoints."""
+"""A Grace in checkpoints of torch.distributed, and of trainers that save one file for all workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from grace import checkpoint
+from grace.core.collectives import Gather
 from grace.engine.session import Grace
+from grace.torch.broadcast import transport_of
+from grace.torch.checks import check_grace
 
 
 class CheckpointState:
@@ -28,3 +32,34 @@ class CheckpointState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = state_dict[self._name]
         self._grace.load_state_dict({**state, "step": int(state["step"])})
+
+
+class GatheredState:
+    """All workers' states of a Grace in one, for trainers that save worker 0's objects and load them on all workers.
+
+    As Accelerate: ``accelerator.register_for_checkpointing(GatheredState(grc))``. Every worker must call both methods,
+    as such trainers do. Every worker holds all states in host memory meanwhile.
+    """
+
+    def __init__(self, grace: Grace):
+        check_grace(grace, "GatheredState(grc)")
+        self._grace = grace
+
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """The workers' states in rank order, each as bytes: CPU tensors, uint8[n]. Equal on all workers."""
+        transport: Any = transport_of(self._grace, None)
+        state = torch.frombuffer(bytearray(checkpoint.to_bytes(self._grace.state_dict())), dtype=torch.uint8)
+        (found,) = transport.start([Gather((state.to(transport.xp.device),), ragged=True)], "states")()
+        return {"workers": [each.cpu() for (each,) in found]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each worker its own state; after a change in their number, all states as `Grace.load_state_dict`.
+
+        Raises as that does, ValueError for a state that `state_dict` did not return.
+        """
+        workers = state_dict.get("workers")
+        if not isinstance(workers, list) or not all(isinstance(each, torch.Tensor) for each in workers):
+            raise ValueError("this is no state of a GatheredState: save and load with the same object")
+        rank, size = self._grace.rank, self._grace.world_size
+        chosen = [workers[rank]] if len(workers) == size else workers
+        self._grace.load_state_dict(*(checkpoint.from_bytes(each.cpu().numpy().tobytes()) for each in chosen))

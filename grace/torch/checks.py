@@ -14,6 +14,9 @@ from grace.core import name_of
 from grace.engine.session import FLOATS, MOMENTUM_TWICE, PLAIN_SGD, Grace
 from grace.transports.launched import loaded_horovod
 
+WRAPPED = ("optimizer", "base", "base_optimizer", "optim")
+"""Attributes in which wrappers keep their optimizer: Accelerate's, schedule-free's and others'."""
+
 
 @contextmanager
 def ordinary() -> Iterator[None]:
@@ -34,7 +37,6 @@ def check_grace(grace: Any, call: str) -> None:
 
 def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer, grace=grc)") -> None:
     """Raise TypeError unless ``optimizer`` is a PyTorch optimizer, not a wrapper. ``call``: the correct call."""
-    inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, type):
         raise TypeError(f"{optimizer.__name__} is a class: make an optimizer of it first, then {call}")
     if isinstance(optimizer, Grace):
@@ -43,8 +45,12 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
         raise TypeError(f"{_kind(optimizer)} schedules learning rates: pass the optimizer that it was made for")
     if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return
-    if isinstance(inner, torch.optim.Optimizer):
-        raise TypeError(f"{_kind(optimizer)} wraps an optimizer: pass the inner one, optimizer.optimizer")
+    for name in WRAPPED:
+        if isinstance(getattr(optimizer, name, None), torch.optim.Optimizer):
+            raise TypeError(
+                f"{_kind(optimizer)} wraps an optimizer: pass the inner one, optimizer.{name}, and step the wrapper as "
+                "before"
+            )
     if type(optimizer).__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow"):
         raise TypeError(f"{_kind(optimizer)} is Keras's: use grace.tensorflow.DistributedOptimizer")
     raise TypeError(f"a torch.optim.Optimizer is needed, not {_kind(optimizer)}: {call}")
@@ -99,7 +105,7 @@ def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-    """Raise TypeError or ValueError, naming the parameter, if a gradient cannot be averaged."""
+    """Raise TypeError or ValueError, naming the parameter, if the gradient of a trained one cannot be averaged."""
     if named is not None and not named:
         raise ValueError(
             "named_parameters is empty: a generator can be used once, so call model.named_parameters() again"
@@ -111,7 +117,12 @@ def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
-    """Raise TypeError for a tensor type whose gradient cannot be averaged, ValueError for a tensor without values."""
+    """Raise TypeError for a tensor type whose gradient cannot be averaged, ValueError for a tensor without values.
+
+    Frozen tensors have no gradient, and may be of any type: call this again when one is unfrozen.
+    """
+    if not p.requires_grad:
+        return
     if _is_dtensor(p):
         raise TypeError(
             f"{name!r} is a DTensor, of which this worker holds a shard: for fully_shard (FSDP2) use "
@@ -126,13 +137,13 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
     if (kind := kind_of(p)) is not None:
         raise TypeError(f"{name!r} is {kind}: parameters must be plain, dense tensors (gradients may be sparse)")
     dtype = str(p.dtype).removeprefix("torch.")
-    if p.is_complex() and p.requires_grad:
+    if p.is_complex():
         raise TypeError(
             f"{name!r} has dtype {dtype}: train its real view, torch.view_as_real, which has as many numbers"
         )
-    if p.requires_grad and dtype not in FLOATS:
+    if dtype not in FLOATS:
         raise TypeError(f"{name!r} has dtype {dtype}: only {', '.join(FLOATS)} gradients can be averaged")
-    if p.requires_grad and p.is_inference():
+    if p.is_inference():
         raise ValueError(f"{name!r} was made in torch.inference_mode(), so it has no gradient: make the model outside")
 
 
@@ -146,11 +157,17 @@ def kind_of(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype})"
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if is_wrapper(tensor):
         return f"a {_kind(tensor)}, a tensor subclass whose values lie elsewhere"
     if tensor.layout != torch.strided:
         return f"a tensor of layout {tensor.layout}"
     return "a tensor on the meta device, without values" if tensor.is_meta else None
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that keeps its values in other tensors, as quantised weights and states do."""
+    dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return dispatches and not tensor.is_nested and not _is_dtensor(tensor)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

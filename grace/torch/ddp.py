@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
 from grace.engine.session import Grace
 from grace.torch.checks import check_grace, check_momentum
-from grace.torch.gradients import dense, plain
-from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
-from grace.torch.provisional import Sample, nonzero
+from grace.torch.gradients import dense
+from grace.torch.named import Names
+from grace.torch.ownership import HOOK, Claim, claim, extend, models_of, weakly
+from grace.torch.passes import NONE, running
+from grace.torch.watch import Watch
+
+LOOKS = 8
+"""Number of parameters per bucket before whose gradients a pass looks whether the last means are still there."""
 
 
 @torch.no_grad()  # since create_graph=True enables autograd in the backward pass
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
-    An exchange is provisional until an optimizer steps. If its means are discarded instead (a GAN's generator loss
-    goes through the discriminator; a loss scaler skips the step), residuals are rolled back.
+    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
+    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
+    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
+    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
+    discarded, as if the exchange had not been; a pass that adds to undecided means shares their fate. Where this cannot
+    be known, they count as applied, and a warning says so once: `Grace.commit`, `Grace.discard` and ``no_sync`` say it
+    exactly.
 
     State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round of collectives overlaps the
     backward pass; later rounds follow once the last bucket is ready, in the same order on all workers. In the first
@@ -35,38 +46,45 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
-    book = _books.setdefault(grace, _Book())
-    book.hold(grace, bucket.parameters())
+    book = _book(grace)
+    known = book.known(grace, bucket.parameters())
     book.check_divisor()
+    if not book.waiting:
+        book.watch.settle(book.present)
+        grace.tune()
     grace.defer_commit = True
-    if grace.provisional and not book.waiting:
-        book.applied()  # this pass accumulated onto the last means, so they count as applied
     grace.track_missing = True  # DDP drops the means of parameters that no worker uses: their state must stay unchanged
-    parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
-    views = [dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
+    views = [dense(buffer, grace, *known.names)] if buffer.is_sparse else bucket.gradients()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
-    known = set(grace.names)
-    if known or bucket.is_last():
-        new = {n: p for arrived in book.waiting for n, p in arrived.parameters.items() if n not in known}
+    book.waiting.append(_Arrived(future, buffer, known, views))
+    if grace.setup.table.tensors or bucket.is_last():
+        present = book.present
+        new = [arrived.known for arrived in book.waiting[book.launched :] if not arrived.known.built]
         if new:  # build from parameters, not gradients: DDP presents complex gradients as real ones
-            grace.build(new)
+            grace.build([pair for each in new for pair in zip(each.names, each.parameters, strict=True)])
+        for each in new:
+            each.built = True
         for arrived in book.waiting[book.launched :]:
-            present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
-            grace.launch(present, together=f"ddp{book.launched}", spent=True)
+            grace.launch(arrived.gradients(present), together=f"ddp{book.launched}", spent=True)
             book.launched += 1
     if bucket.is_last():
         waiting, book.waiting, book.launched = book.waiting, [], 0
         grace.land()
         for arrived in waiting:
-            for name, view in arrived.views.items():
-                mean = grace.mean(name)
-                if mean is not None and mean.data_ptr() != view.data_ptr():
-                    view.copy_(mean)
+            means = zip(arrived.views, grace.means(arrived.known.names), strict=True)
+            if moved := [(view, mean) for view, mean in means if mean is not None and mean is not view]:
+                torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
             sparse = arrived.buffer.is_sparse
-            arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
-        book.before.take(book.names, lambda p: p)
+            arrived.future.set_result(arrived.views[0].to_sparse(1) if sparse else arrived.buffer)
+        book.arrived.clear()
+        names = [name for arrived in waiting for name in arrived.known.names]
+        if running() == NONE:  # a worker that has left DDP's `join` early: it cannot see the others' steps
+            grace.commit()
+        else:
+            # At the end of the pass DDP puts the means into p.grad, in a callback that it queues after this hook.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(book.landed, names)))
     return future
 
 
@@ -80,57 +98,81 @@ def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
     model = getattr(model, "module", model)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.name_parameters(grc, model)")
-    _books.setdefault(grace, _Book()).names = {p: plain(name) for name, p in model.named_parameters()}
+    _book(grace).rename(model.named_parameters())
 
 
-def _models_of(parameters: list[torch.Tensor]) -> list[ref[torch.nn.Module]]:
-    # The DistributedDataParallel models of these parameters. A hook receives no model, so search for them once.
-    kind, wanted = torch.nn.parallel.DistributedDataParallel, set(parameters)
-    models = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return [ref(model) for model in models if not wanted.isdisjoint(model.parameters())]
+class _Known:
+    """The parameters of a bucket, whose names do not change as long as DDP keeps it."""
+
+    def __init__(self, parameters: list[torch.Tensor], names: list[str]):
+        self.parameters, self.names = parameters, names
+        self.ids = frozenset(map(id, parameters))
+        self.built = False
 
 
 class _Arrived(NamedTuple):
-    """A DDP bucket that waits for its means; ``future`` gets the result. ``parameters`` are by name."""
+    """A DDP bucket that waits for its means; ``future`` gets the result."""
 
     future: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
-    parameters: dict[str, torch.Tensor]
-    views: dict[str, torch.Tensor]
-    """By name, the gradients: views of ``buffer``, or a dense copy if it is sparse."""
+    known: _Known
+    views: list[torch.Tensor]
+    """The gradients: views of ``buffer``, or a dense copy if it is sparse."""
+
+    def gradients(self, present: set[int]) -> dict[str, torch.Tensor | None]:
+        """By name, the gradients of parameters whose IDs are ``present``; of others None."""
+        if self.known.ids <= present:
+            return dict(zip(self.known.names, self.views, strict=True))
+        each = zip(self.known.names, self.known.parameters, self.views, strict=True)
+        return {name: view if id(p) in present else None for name, p, view in each}
 
 
 class _Book:
     """`ddp_hook`'s state for one Grace."""
 
-    def __init__(self) -> None:
-        self.names: dict[torch.Tensor, str] = {}
+    def __init__(self, grace: Grace) -> None:
+        self.names = Names()
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
         self.launched = 0  # how many of the waiting buckets were launched
-        self.before = Sample()  # copies of some parameters, made at the last exchange
+        self.arrived: list[torch.Tensor] = []
+        """Parameters that got a gradient since the last exchange; DDP also passes old gradients of unused ones."""
+        self.members: dict[str, tuple[torch.Tensor]] = {}
+        self.watch = Watch(grace, self.members, stepping=self.check_momentum)
+        self._known: set[int] = set()  # IDs of the claimed parameters
+        self._buckets: dict[tuple[int, ...], _Known] = {}  # by the IDs of their parameters
         self._seen: WeakSet[Any] = WeakSet()  # optimizers that were already checked
         self._models: list[ref[torch.nn.Module]] = []
 
-    def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
-        """Claim new parameters. ValueError if another integration drives them, RuntimeError if the claim ended."""
+    def known(self, grace: Grace, parameters: list[torch.Tensor]) -> _Known:
+        """What is known of a bucket's parameters; new ones are claimed.
+
+        ValueError if another integration drives them, RuntimeError if the claim ended.
+        """
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
-        new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
+        key = tuple(map(id, parameters))
+        if (found := self._buckets.get(key)) is None:
+            self._hold(grace, parameters)
+            found = self._buckets[key] = _Known(parameters, [self.names.of(p) for p in parameters])
+        return found
+
+    def _hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
+        new = [p for p in parameters if id(p) not in self._known]
+        self._known.update(map(id, new))
         if not new:
             return
         if self.claim is None:
             self.claim = claim(grace, new, HOOK, self)
         else:
             extend(self.claim, new)
-        arriving = WeakMethod(self._before_accumulation)
-
-        def before_accumulation(gradient: torch.Tensor) -> None:
-            if (handle := arriving()) is not None:
-                handle()
-
-        self.claim.hooks += [p.register_hook(before_accumulation) for p in new]
-        self._models = _models_of(new)
+        for p in new:
+            self.members[self.names.of(p)] = (p,)
+            self.claim.on_accumulated(p, self.arrived.append)
+        self.arrived.extend(p for p in new if p.grad is not None)  # their hooks miss this first pass
+        for p in new[:: max(1, len(new) // LOOKS)]:
+            self.claim.before_accumulation(p, weakly(self._before_accumulation))
+        self._models = models_of(new)
         self._check_group(grace)
 
     def _check_group(self, grace: Grace) -> None:
@@ -155,36 +197,41 @@ class _Book:
                 "not tell a hook: leave it out, so that means are over all workers"
             )
 
-    def _before_accumulation(self) -> None:
-        # Before a pass accumulates its first gradient: commit means applied by hand, roll back if all are zero.
-        grace = None if self.claim is None else self.claim.grace
-        if grace is None or not grace.provisional or self.waiting:
-            return
-        if self.before.changed:  # updated by hand, not by an optimizer
-            self.applied()
-        elif not any(nonzero(p.grad) for p in self.names):
-            grace.rollback()
+    def _before_accumulation(self, _: torch.Tensor) -> None:
+        # Before a pass adds to some gradients: see whether the last means were removed or zeroed.
+        if not self.waiting:
+            self.watch.settle(self.present)
 
-    def applied(self) -> None:
-        """Commit the last exchange, whose means were applied."""
-        grace = None if self.claim is None else self.claim.grace
-        if grace is not None and grace.provisional:
-            grace.commit()
-            grace.tune()
+    @property
+    def present(self) -> set[int]:
+        """The IDs of the parameters in `arrived`."""
+        return set(map(id, self.arrived))
 
-    def before_another(self, optimizer: Any) -> None:
-        """Called before an optimizer steps these parameters: check its momentum once."""
-        grace = None if self.claim is None else self.claim.grace
+    def landed(self, names: list[str]) -> None:
+        """Called when the means of an exchange are in ``p.grad``."""
+        self.watch.exchanged(names)
+
+    def check_momentum(self, optimizer: Any) -> None:
+        """Check the momentum of an optimizer that is about to step these parameters, once."""
+        grace = self.watch.grace
         if grace is not None and optimizer not in self._seen:
             self._seen.add(optimizer)
-            check_momentum(grace, optimizer, stacklevel=4)
+            check_momentum(grace, optimizer, stacklevel=6)
 
-    def after_another(self, optimizer: Any) -> None:
-        """Called after an optimizer has stepped these parameters."""
-        self.applied()
-
-    def name(self, p: torch.Tensor) -> str:
-        return self.names.setdefault(p, f"parameter{len(self.names)}")
+    def rename(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all names."""
+        self._buckets.clear()
+        self.names = Names(named)
+        known = [p for (p,) in self.members.values() if id(p) in self.names]
+        self.members.clear()
+        self.members.update({self.names[id(p)]: (p,) for p in known})
+        self.watch.renamed()
 
 
 _books: WeakKeyDictionary[Grace, _Book] = WeakKeyDictionary()
+
+
+def _book(grace: Grace) -> _Book:
+    if grace not in _books:
+        _books[grace] = _Book(grace)
+    return _books[grace]

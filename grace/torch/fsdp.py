@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from grace.core import Compressor, name_of
 from grace.core.collectives import Reduce
 from grace.engine.session import Grace
 from grace.torch.parameters import Mode, ParameterGather, parameter_compressor
+from grace.torch.watch import Watch
 
 __all__ = ["fsdp"]
 
@@ -27,13 +29,16 @@ def fsdp(
     replicas: Grace | None = None,
     parameters: Mapping[str, Any] | Compressor | None = None,
     compress_no_grad: bool = False,
+    rollback: str = "keep",
 ) -> nn.Module:
     """Compress the gradients, the parameters or both that FSDP sends for a `fully_shard` model. Returns the model.
 
     ``grace``: for the reduce-scatter among the workers that shard the parameters; it needs communicator "reducescatter"
     and the transport of these workers. The parameters of one `fully_shard` call, which FSDP reduces together, form one
-    tensor [workers, elements of a shard], whose rows are compressed separately. Error feedback takes 4 bytes per
-    unsharded element.
+    tensor [workers, elements of a shard], whose rows are compressed separately. Error feedback takes 8 bytes per
+    unsharded element and worker: the residual, and the one before an exchange that may be discarded.
+    ``rollback``: "keep", or "drop" to keep no second residual: then a discarded exchange loses the feedback of its
+    tensors, which the report notes.
     ``replicas``: for hybrid sharding, averages each shard over its copies: shard over a mesh of one dimension, and
     use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compress
     here first: links are fast within machines and slow between them.
@@ -51,6 +56,15 @@ def fsdp(
     values.
     Markov, Vladu, Guo and Alistarh, "Quantized Distributed Training of Large Models with Convergence Guarantees", ICML
     2023, arXiv:2302.02390.
+
+    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
+    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
+    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
+    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
+    discarded, as if the exchange had not been; a pass that adds to undecided means shares their fate. Where this cannot
+    be known, they count as applied, and a warning says so once: `Grace.commit` and `Grace.discard` say it exactly. The
+    parameters of one `fully_shard` call are decided together. For passes without an exchange call FSDP's own
+    ``set_requires_gradient_sync(False)``; inside `Grace.no_sync` a backward pass raises RuntimeError.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
     Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``,
@@ -90,25 +104,38 @@ def fsdp(
         )
     if replicas is not None and replicas.communicator.reduce_scatters:
         raise ValueError("replicas= wants the whole mean on all workers: leave its communicator out")
+    if rollback not in ("keep", "drop"):
+        raise ValueError(f'rollback={rollback!r} must be "keep" or "drop"')
     exchanges = []
     if grace is not None:
         exchanges.append(grace)
     if replicas is not None:
         exchanges.append(replicas)
-    step = _Step(exchanges)
     managed = {name or "(root)": list(_managed(module)) for name, module in modules.items()}
+    for name, places in managed.items() if compressor is not None else ():
+        if any(p.device.type == "meta" for _, _, p in places):
+            raise ValueError(
+                f"the parameters of {name!r} are on the meta device: call model.to_empty(device=...) and initialise "
+                "them before grace.torch.fsdp"
+            )
+    step = _Step(exchanges, rollback == "keep")
+    groups = [_Group(name, found, step) for name, found in managed.items()]
+    for group, module in zip(groups, modules.values(), strict=True):
+        group.extend()
+        module.register_forward_pre_hook(group.watch)
+        if group.managed and all(p.device.type != "meta" for _, _, p in group.managed):
+            # The methods of `register_fsdp_forward_method` run no hook of the module.
+            module.unshard()
+            group.watch(module, ())
+            module.reshard()
     if compressor is not None:
         gathers = _gathers(modules.values(), managed, compressor, exchanges[0], None if compress_no_grad else Mode())
         exchanges[0].report_parameters(lambda: [gather.report() for gather in gathers])
-    for (name, found), module in zip(managed.items(), modules.values(), strict=True):
-        if found:
-            group = _Group(name, found, step)
-            group.extend()
-            module.register_forward_pre_hook(group.watch)
-            if grace is not None:
-                module.set_custom_reduce_scatter(_ReduceScatter(group, grace))
-            if replicas is not None:
-                module.set_all_reduce_hook(_Replicas(group, replicas))
+    for group, module in zip(groups, modules.values(), strict=True):
+        if group.managed and grace is not None:
+            module.set_custom_reduce_scatter(_ReduceScatter(group, grace))
+        if group.managed and replicas is not None:
+            module.set_all_reduce_hook(_Replicas(group, replicas))
     for each in exchanges:
         settings = each.transport.exchange(f"{compressor!r}, compress_no_grad={compress_no_grad}")
         for worker, other in enumerate(settings):
@@ -126,11 +153,6 @@ def _gathers(
     found = []
     for module, (name, places) in zip(modules, managed.items(), strict=True):
         if places:
-            if any(p.device.type == "meta" for _, _, p in places):
-                raise ValueError(
-                    f"the parameters of {name!r} are on the meta device: call model.to_empty(device=...) and "
-                    "initialise them before grace.torch.fsdp"
-                )
             rows = [(p, _row(p)) for _, _, p in places]
             found.append(ParameterGather(name, module, rows, compressor, grace))
             found[-1].mode = mode
@@ -173,17 +195,33 @@ def _row(p: Any) -> int:
 class _Step:
     """The current backward pass over all groups; its end is also the end of each Grace's step."""
 
-    def __init__(self, graces: list[Grace]):
+    def __init__(self, graces: list[Grace], keeps_base: bool):
         self.graces = graces
+        self.members: dict[str, list[torch.Tensor]] = {}
+        """For each Grace tensor, its parameters, sharded."""
+        self._watches = [Watch(each, self.members, agree=partial(_sums, each)) for each in graces]
+        for each in graces:
+            each.defer_commit, each.setup.keeps_base = True, keeps_base
         self._task: int | None = None
         self._groups: list[_Group] = []
 
     def joined(self, group: _Group) -> None:
         """Register that a group is reduced in the current pass."""
+        if any(grace.paused for grace in self.graces):
+            raise RuntimeError(
+                "Grace.no_sync cannot keep FSDP from reducing gradients: call model.set_requires_gradient_sync(False) "
+                "before the pass, and (True) after it"
+            )
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # discard data from a failed pass
+        if task != self._task:
+            if self._groups:  # the last pass failed
+                for grace in self.graces:
+                    grace.abandon()
             self._task, self._groups = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            for watch, grace in zip(self._watches, self.graces, strict=True):
+                watch.settle()
+                grace.tune()
         if group not in self._groups:
             group.late.clear()
             self._groups.append(group)
@@ -204,16 +242,33 @@ class _Step:
             if group.late or group.summed:  # else skip, as reading counts waits for the device
                 group.settle(counts[at : at + len(group.laid)].tolist(), feedback, size)
             at += len(group.laid)
-        for grace in self.graces:
+        names = [name for group in groups for name in group.tensors]
+        for grace, watch in zip(self.graces, self._watches, strict=True):
             grace.land()
+            watch.exchanged(names)
+
+
+def _sums(grace: Grace, numbers: list[Any]) -> Callable[[], list[float]]:
+    # Sum numbers over the workers; on a device only start to sum flags.
+    mine = torch.stack([grace.xp.cast(torch.as_tensor(each), "float32") for each in numbers])
+    wait = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")
+
+    def sums() -> list[float]:
+        ((found,),) = wait()
+        return list(found.tolist())
+
+    if mine.device.type != "cpu":
+        return sums
+    found = sums()
+    return lambda: found
 
 
 class _Group:
     """The parameters of one `fully_shard` call, which FSDP reduces together: one Grace tensor or several."""
 
     def __init__(self, name: str, managed: list[tuple[nn.Module, str, Any]], step: _Step):
-        self.name, self._managed, self._step = name, managed, step
-        example = managed[0][2].to_local()
+        self.name, self.managed, self._step = name, managed, step
+        example = managed[0][2].to_local() if managed else torch.zeros(())
         self.example = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
         self.sizes = [_row(p) if p.requires_grad else 0 for _, _, p in managed]
         self.tensors: dict[str, list[int]] = {}
@@ -232,13 +287,14 @@ class _Group:
     def extend(self) -> None:
         """Build a Grace tensor for parameters that have begun to require gradients."""
         known = set(self.laid)
-        new = [i for i, (_, _, p) in enumerate(self._managed) if p.requires_grad and i not in known]
+        new = [i for i, (_, _, p) in enumerate(self.managed) if p.requires_grad and i not in known]
         if not new:
             return
         for i in new:
-            self.sizes[i] = _row(self._managed[i][2])
+            self.sizes[i] = _row(self.managed[i][2])
         name = f"{self.name}+{len(self.tensors)}" if self.tensors else self.name
         self.tensors[name] = new
+        self._step.members[name] = [self.managed[i][2] for i in new]
         row = sum(self.sizes[i] for i in new)
         for grace in self._step.graces:
             size = (grace.world_size,) if grace.communicator.reduce_scatters else ()
@@ -246,7 +302,7 @@ class _Group:
 
     def watch(self, module: nn.Module, inputs: Any) -> None:
         """Before each forward pass: hook the unsharded parameters, to record in `used` which get gradients."""
-        for i, (owner, name, _) in enumerate(self._managed):
+        for i, (owner, name, _) in enumerate(self.managed):
             p = getattr(owner, name)
             if p.requires_grad and self._watched.get(i) is not p and not isinstance(p, DTensor):
                 self._watched[i] = p
@@ -295,7 +351,7 @@ class _Group:
         )
 
     def _trained(self, i: int) -> bool:
-        return bool(self._managed[i][2].requires_grad)
+        return bool(self.managed[i][2].requires_grad)
 
     def settle(self, counts: list[float], feedback: bool, size: int) -> None:
         """Set the gradients of parameters that only other workers used.
@@ -310,7 +366,7 @@ class _Group:
                 "in float16: call model.set_reduce_scatter_unused_params(True), or reduce in bfloat16 or float32"
             )
         for i, mean in late.items():
-            p = self._managed[i][2]
+            p = self.managed[i][2]
             if not count[i] and not feedback:
                 continue
             local = p.to_local()

@@ -15,6 +15,15 @@ def dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
     return grad.to_dense()
 
 
+def gradient_of(p: torch.Tensor, grace: Grace, name: str) -> torch.Tensor | None:
+    """A parameter's gradient, dense and without a graph; None if it is frozen, since it may have an old gradient."""
+    gradient = p.grad
+    if gradient is None or not p.requires_grad:
+        return None
+    gradient = gradient.detach() if gradient.requires_grad else gradient
+    return dense(gradient, grace, name) if gradient.is_sparse else gradient
+
+
 def plain(name: str) -> str:
     """A parameter's name without torch.compile's prefix, so that compiled and plain models share checkpoints."""
     return name.replace("_orig_mod.", "")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from grace.gossip import Gossip
-from grace.torch.checks import check_optimizer, check_parameters, check_unique, named_pairs, ordinary
+from grace.torch.checks import check_optimizer, named_pairs, ordinary
+from grace.torch.named import trained_by_name
 
 
 def gossip(
@@ -23,12 +24,7 @@ def gossip(
     check_optimizer(optimizer, "grace.torch.gossip(optimizer, gossip)")
     if not isinstance(gossip, Gossip):
         raise TypeError(f"a grace.gossip.Gossip is needed, not {type(gossip).__name__}: gossip(optimizer, Gossip())")
-    pairs = named_pairs(named_parameters)
-    check_parameters(optimizer, pairs)
-    names = {p: name for name, p in pairs or ()}
-    check_unique(pairs)
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
+    named = trained_by_name(optimizer, named_pairs(named_parameters))
     with ordinary():
         gossip.build(named)
 

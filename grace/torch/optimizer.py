@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from grace.core import Transport
 from grace.core.collectives import Reduce
 from grace.engine.handshake import OutOfStep
 from grace.engine.session import Grace
+from grace.torch.arrivals import Arrivals
 from grace.torch.checks import (
     check_grace,
     check_horovod,
@@ -21,14 +22,16 @@ from grace.torch.checks import (
     check_parameter,
     check_parameters,
     check_passes,
+    kind_of,
     named_pairs,
     ordinary,
 )
-from grace.torch.gradients import dense
-from grace.torch.named import NamedParameters
-from grace.torch.ownership import OPTIMIZER, claim, extend
+from grace.torch.gradients import gradient_of
+from grace.torch.named import NamedParameters, check_order
+from grace.torch.ownership import OPTIMIZER, check_alone, claim, extend, weakly
 from grace.torch.passes import NONE, BackwardPass, is_reentrant, running
-from grace.torch.provisional import Accumulation, Means, alike
+from grace.torch.signals import Gradients, zero
+from grace.torch.watch import Watch
 
 
 def DistributedOptimizer(
@@ -51,8 +54,15 @@ def DistributedOptimizer(
     DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss
     returned by a closure is averaged, too, so that line searches decide alike on all workers.
 
-    An exchange is provisional until the optimizer steps. If its means are discarded instead (a GAN's generator loss
-    goes through the discriminator; an attack; a loss scaler skips the step), residuals are rolled back.
+    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
+    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
+    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
+    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
+    discarded, as if the exchange had not been; a pass that adds to undecided means is an error. Where this cannot be
+    known, they count as applied, and a warning says so once: ``grace.commit()``, ``grace.discard()`` and ``no_sync``
+    say it exactly. Gradients that are set without a backward pass, as those of float32 masters, are exchanged in
+    ``step``; gradients that differ between workers then are an error on all.
+
     ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
     ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose gradients are clipped or
     unscaled before the step.
@@ -83,13 +93,23 @@ def DistributedOptimizer(
     optimizer.synchronize = driver.synchronize
     optimizer.skip_synchronize = _nothing_to_skip
     optimizer.no_sync = grace.no_sync
+    optimizer.set_backward_passes_per_step = driver.set_backward_passes_per_step
     optimizer.zero_grad = driver.zero_grad
     optimizer.add_param_group = driver.add_param_group
     optimizer.__deepcopy__ = _no_copy
     return optimizer
 
 
-ATTRIBUTES = ("_grace", "synchronize", "skip_synchronize", "no_sync", "zero_grad", "add_param_group", "__deepcopy__")
+ATTRIBUTES = (
+    "_grace",
+    "synchronize",
+    "skip_synchronize",
+    "no_sync",
+    "set_backward_passes_per_step",
+    "zero_grad",
+    "add_param_group",
+    "__deepcopy__",
+)
 """Attributes that DistributedOptimizer sets on an optimizer."""
 
 
@@ -108,8 +128,7 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters.
 
-    The last backward pass before a step ends with an exchange, which is provisional until the optimizer's step commits
-    it. The exchange is rolled back if its means are gone when the next pass begins.
+    The last backward pass before a step ends with an exchange; a `Watch` decides whether its means are applied.
     """
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
@@ -117,17 +136,25 @@ class _Driver:
         self.backward_passes = passes_per_step
         self._optimizer = optimizer
         self._pass = BackwardPass()
-        self._accumulated = Accumulation()
-        self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
-        self._local: set[torch.Tensor] = set()  # parameters with gradients from passes inside no_sync
-        self._looked = NONE  # the graph task for which `_intact` was computed
-        self._intact: set[str] = set()  # names of the last exchange's means to which the current pass would add
-        self._skipped = 0  # the report's number of non-finite means before the last exchange
-        self._warned = False
+        # parameters by ID: those whose gradients wait for the exchange, and those with some from passes inside no_sync
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._local: dict[int, torch.Tensor] = {}
+        self._arrivals = Arrivals(grace)
+        self._passes = 0  # number of passes since the last exchange
+        self._last = True  # whether the running pass is the last one before an exchange
+        self._undecided: Set[str] = frozenset()  # before the running pass
+        self._accumulated = Gradients()  # gradients of these passes
+        self._set = Gradients()  # gradients set by hand, after the step that used them
+        self._left: set[str] = set()  # tensors whose parameter groups were removed
+        self._numbered = named is None
+        self._checked = False  # whether models of the same parameters were looked for
+        self._looked = NONE  # the graph task that was compared with the last exchange
         self._parameters = NamedParameters(optimizer, named)
-        self._means = Means(self._parameters.built)
         self._hooked: set[torch.Tensor] = set()
         self._claim = claim(grace, self._parameters.all(), OPTIMIZER, self)
+        self._members: dict[str, tuple[torch.Tensor]] = {}
+        self._adopted: list[tuple[int, bool]] = []  # IDs of the parameters, and whether they require gradients
+        self._watch = Watch(grace, self._members, replaceable=False, stepping=self._stepping)
         try:
             grace.track_missing = grace.defer_commit = True
             grace.learning_rate = self._parameters.learning_rate
@@ -144,24 +171,38 @@ class _Driver:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of passes before an exchange, between two steps. Every worker must make this call."""
+        check_passes(passes)
+        if self._passes or self._pass.begun:
+            raise RuntimeError("an accumulation is under way: call step() or zero_grad() first")
+        self.backward_passes = passes
+
     @property
     def _passes_per_step(self) -> int:
         return self.backward_passes * self.grace.decision.micro_steps
 
-    # -- parameters -------------------------------------------------------------------------------------------------
     def _adopt(self) -> None:
         # Hook and build new parameters: at first all, later those of added groups and those unfrozen.
-        if added := [p for p in self._parameters.all() if p not in self._hooked]:
+        parameters = self._parameters.all()
+        if (found := [(id(p), p.requires_grad) for p in parameters]) == self._adopted:
+            return
+        self._adopted = found
+        new = [p for p in parameters if p not in self._hooked]
+        if added := [p for p in new if p.requires_grad or kind_of(p) is None]:
             for p in added:
-                check_parameter(self._parameters.name(p) or "an added parameter", p)
+                check_parameter(self._parameters.names.get(id(p), "an added parameter"), p)
             extend(self._claim, added)
             self._hooked.update(added)
+            before, after = weakly(self._before_accumulation), weakly(self._on_gradient)
             for p in added:
                 if p.is_floating_point() or p.is_complex():
-                    self._claim.hook(p, self._before_accumulation, self._on_gradient)
+                    self._claim.before_accumulation(p, before)
+                    self._claim.on_accumulated(p, after)
         if unbuilt := self._parameters.unbuilt():
             self.grace.build(unbuilt)
             self._parameters.built.update(unbuilt)
+            self._members.update({name: (p,) for name, p in unbuilt.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Call the optimizer's own method, then build the new parameters. Every worker must make this call."""
@@ -171,57 +212,52 @@ class _Driver:
     def release(self) -> None:
         """Detach from the optimizer and its parameters."""
         self._claim.release("it was released")
-        self.grace.rollback()
+        self.grace.discard()
         self.grace.defer_commit = False
         for hook in self._step_hooks:
             hook.remove()
 
     def reset(self) -> None:
         """Drop the current pass and its gradients after a change of workers."""
-        self.grace.rollback()
+        self.grace.discard()
         self._forget()
         for p in self._parameters.built.values():
             p.grad = None
 
     def _forget(self) -> None:
         self._pass.end()
-        for each in (self._arrived, self._local, self._means, self._accumulated, self._intact):
+        self._passes = 0
+        for each in (self._arrived, self._local, self._accumulated, self._arrivals):
             each.clear()
 
     # -- a backward pass --------------------------------------------------------------------------------------------
-    def _before_accumulation(self) -> None:
-        # Before a pass accumulates its first gradient: commit means that were applied by hand, and roll back means that
-        # were removed, replaced or zeroed. This also runs in torch.autograd.grad, which accumulates nothing.
+    def _before_accumulation(self, _: torch.Tensor) -> None:
+        # Before a pass adds to its first gradient. This also runs in torch.autograd.grad, which adds to none.
         task = running()
-        if task == self._looked or not self.grace.provisional or self._pass.has(task):
-            return
-        self._looked, self._intact = task, self._means.intact()
-        if self._means.stepped:  # parameters were updated by hand, not by an optimizer
-            self._applied()
-            self._intact = set()
-        elif gone := set(self._means) - self._intact:
-            self._discard(gone if self._intact else None)
+        if task != self._looked and not self._pass.has(task):
+            self._looked = task
+            self._watch.settle()
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         if self.grace.paused:
-            self._local.add(p)
+            self._local[id(p)] = p
             return
         task = running()
         if not self._pass.has(task):
             self._begin_backward(task)
-        name = self._parameters.name(p)
-        if p.grad is None or self._means.unchanged(name):
-            return  # a user's hook has already stepped
-        if self.grace.provisional and name in self._intact:
+        name = self._parameters.names.get(id(p), "")
+        if p.grad is None or self._watch.means.untouched(p) or name in self._left:
+            return  # a user's hook has already stepped, or the parameter's group was removed
+        if name in self._undecided:
             raise RuntimeError(
                 "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
                 "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
             )
-        self._means.drop([name])
-        self._arrived.add(p)
-        # new parameters are built after the pass
-        if self._accumulated.passes + 1 == self._passes_per_step and name in self._parameters.built:
-            self.grace.start(name, self._gradient(p), spent=True)
+        self._arrived[id(p)] = p
+        if not self._last or name not in self._members:  # others are built after the pass
+            return
+        if (gradient := gradient_of(p, self.grace, name)) is not None:
+            self._arrivals.add(name, gradient)
 
     def _begin_backward(self, task: int) -> None:
         if is_reentrant():
@@ -239,12 +275,29 @@ class _Driver:
             return
         if self._pass.failed:
             self._give_up_failed_pass()
-        if self._accumulated.thrown_away:
+        if self._passes and self._accumulated.removed():
+            self._passes = 0
             self._accumulated.clear()
+        if not self._passes and not self._arrivals.begun:
+            self._begin_exchange()
         self._pass.begin(task, self._after_backward)
+        self._last, self._undecided = self._passes + 1 == self._passes_per_step, self.grace.undecided
+        if self._last:
+            self.grace.start_all(dict.fromkeys(self._left))  # so that no bucket waits for them
+            self._arrivals.begin()
+
+    def _begin_exchange(self) -> None:
+        if not self._checked:
+            self._checked = True
+            check_alone(list(self._hooked))
+            if self._numbered and not self.grace.transport.elastic:
+                check_order(self._parameters.trained(), self.grace.transport)
+        self.grace.tune()
+        self._left = self._members.keys() - self._watch.holding(self._optimizer).names  # of groups that were removed
+        self.grace.leave(self._left)
 
     def _give_up_failed_pass(self) -> None:
-        if self.grace.started:
+        if self._arrivals.begun:
             if self.grace.world_size > 1:
                 try:
                     self._give_up("its backward pass failed, and its batch was dropped")
@@ -259,57 +312,35 @@ class _Driver:
         self._forget()
         self.grace.abort(reason)
 
-    def _discard(self, names: Iterable[str] | None = None) -> None:
-        # Roll back means that no step applied: of the named parameters, or all. An update by hand counts as a step.
-        if self._means.stepped:
-            return self._applied()
-        names = list(self._means if names is None else names)
-        if all(name in names for name in self._means):
-            self.grace.rollback()
-            overflow = self.grace.report_skipped > self._skipped
-            # Tensors that are sent uncompressed may overflow alone: they are not counted as skipped.
-            if self.grace.world_size > 1 and not self._warned and not overflow and self._means.finite:
-                self._warned = True
-                warnings.warn(
-                    "gradients were exchanged and then thrown away: residuals were restored, but the bytes were sent. "
-                    "Put backward passes that this optimizer does not apply (a generator's loss "
-                    "through its discriminator, an attack) inside `with optimizer.no_sync()`",
-                    stacklevel=4,
-                )
-        else:
-            self.grace.rollback(names)
-        self._means.drop(names)
-
     def _after_backward(self) -> None:
         began = self._pass.began
         self._pass.end()
         if not self._arrived:  # the optimizer has already stepped inside this pass
             return
-        self.grace.trace.add("backward", "from the first gradient on", began)
-        self._accumulated.passes += 1
-        if self._accumulated.passes >= self._passes_per_step:
+        self.grace.setup.trace.add("backward", "from the first gradient on", began)
+        self._passes += 1
+        if self._passes >= self._passes_per_step:
             self.synchronize()
         else:
-            self._accumulated.record(self._arrived)
+            self._accumulated.record(self._arrived.values())
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """Discard means that no step applied, then call the optimizer's own method."""
+        """Discard undecided means, then call the optimizer's own method."""
         if not self._claim.released:
             if self._pass.failed:
                 self._give_up_failed_pass()
-            if self._pass.reentrant and self.grace.started:
+            if self._pass.reentrant and self._arrivals.begun:
                 self._exchange()
             if not self._pass.begun:
                 self._refuse_changed_partial()
-            if self.grace.provisional:
-                self._discard()
+            self._watch.settle(dropped=True)
             if not self._pass.begun:
                 self._forget()
         return self._zero_grad(*args, **kwargs)
 
     def _refuse_changed_partial(self) -> None:
         # Abort if a worker changed its accumulated gradients (clipped, unscaled) before their exchange.
-        if self._accumulated.changed:
+        if self._passes and self._accumulated.written():
             self._give_up(
                 "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
                 "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
@@ -321,39 +352,43 @@ class _Driver:
         """Replace all gradients by their means, unless they already are means."""
         if self._pass.failed:
             self._give_up_failed_pass()
-        if self.grace.provisional and not self._arrived:
-            built = self._parameters.built.items()
-            if any(p in self._local and self._means.holds(name) for name, p in built):
+        if self._arrived or self._local:
+            undecided = [self._members[name][0] for name in self.grace.undecided]
+            if not self._arrived and any(id(p) in self._local and self._watch.means.kept(p) for p in undecided):
                 self._give_up(
                     "a backward pass inside no_sync() added this worker's gradients to means: call zero_grad() after "
                     "it, or make it before the pass that is exchanged"
                 )
-            replaced = [p.grad for name, p in built if p.grad is not None and not self._means.holds(name)]
-            if not replaced or alike(replaced, self.grace.transport):
-                return
-            self._discard()
-        self._exchange()
+            self._exchange()
+        elif self.grace.provisional:
+            self._watch.check_means()
+        elif not is_dummy(self._optimizer):
+            self._exchange(by_hand=True)
 
-    def _exchange(self) -> None:
-        self._accumulated.passes = 0
+    def _exchange(self, by_hand: bool = False) -> None:
+        self._passes = 0
         self._adopt()
-        started, built = self.grace.started, self._parameters.built
-        for name, p in built.items():
+        self._arrivals.submit()
+        grace, started = self.grace, self.grace.started
+        if not started:
+            self._begin_exchange()
+        same = by_hand and self._set.unchanged(p for (p,) in self._members.values())
+        grace.begin(by_hand and not same)
+        for name, (p,) in self._members.items():
             if name not in started:
-                mine = None if self._means.unchanged(name) else self._gradient(p)
-                self.grace.start(name, mine, spent=p in self._arrived)
-        self._skipped = self.grace.report_skipped
-        self.grace.flush()
-        self._means.put({name: self.grace.mean(name) for name in built}, self._arrived)
-        for each in (self._arrived, self._local, self._accumulated, self._intact):
+                new = by_hand or id(p) in self._arrived or id(p) in self._local or not self._watch.means.untouched(p)
+                mine = gradient_of(p, grace, name) if new and not same and name not in self._left else None
+                if by_hand and mine is not None and not mine.count_nonzero():
+                    mine = None
+                grace.start(name, mine, spent=id(p) in self._arrived)
+        grace.flush()
+        self._watch.put(dict(zip(self._members, grace.means(self._members), strict=True)), self._arrived)
+        for each in (self._arrived, self._local, self._accumulated, self._set):
             each.clear()
+        if by_hand:
+            self._set.record(p for (p,) in self._members.values())
         if running() == NONE:
             self._pass.end()
-
-    def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
-        if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
-            return None
-        return dense(p.grad.detach(), self.grace, self._parameters.name(p))
 
     # -- a step -----------------------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,31 +402,21 @@ class _Driver:
             self._refuse_changed_partial()
             self.synchronize()
             return None
-        return (optimizer, self._averaged(closure), *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def averaged() -> Any:
-            loss = closure()
-            self.synchronize()
-            self._applied()
-            if self.grace.world_size == 1 or loss is None:
-                return loss
-            return _mean_loss(loss, next(iter(self._parameters.built.values())).device, self.grace.transport)
-
-        return averaged
-
-    def _applied(self) -> None:
-        if self.grace.provisional:
-            self.grace.commit()
-            self.grace.tune()
+        device = next(iter(self._parameters.built.values())).device
+        averaged = _averaged(closure, self.synchronize, device, self.grace.transport)
+        return (optimizer, averaged, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after_step(self, *_: Any) -> None:
+        # Before a user's hook may remove the gradients. What the optimizer wrote to them still counts as the means.
         if not self.grace.paused:
-            self._applied()
-            self._means.written()
+            self._watch.after(self._optimizer)
+            self._watch.means.refresh(sampled=False)
+            self._set.refresh()
 
-    def before_another(self, optimizer: Any) -> None:
-        """Called before another optimizer steps this one's parameters."""
+    def _stepping(self, optimizer: Any) -> None:
+        # An optimizer is about to step some of the parameters.
+        if optimizer is self._optimizer or self._claim.released:
+            return
         if optimizer.param_groups is self._optimizer.param_groups:  # one optimizer wraps the other, as in SAM
             self._before_step(optimizer, (), {})
         elif not self.grace.paused and (self.grace.provisional or self._arrived or self._pass.begun):
@@ -401,10 +426,24 @@ class _Driver:
                 "worker's own, or step the distributed one"
             )
 
-    def after_another(self, optimizer: Any) -> None:
-        """Called after another optimizer has stepped this one's parameters."""
-        if optimizer.param_groups is self._optimizer.param_groups:
-            self._after_step()
+
+def is_dummy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step only creates the optimizer's state: zero gradients and rates, as torch.distributed.checkpoint."""
+    rates = [group.get("lr", 1) for group in optimizer.param_groups]
+    present = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(present) and all(float(rate) == 0 for rate in rates) and all(zero(present))
+
+
+def _averaged(
+    closure: Callable[[], Any], synchronize: Callable[[], None], device: torch.device, transport: Transport
+) -> Callable[[], Any]:
+    # A closure after which gradients are means, and that returns the mean loss.
+    def averaged() -> Any:
+        loss = closure()
+        synchronize()
+        return loss if transport.size == 1 or loss is None else _mean_loss(loss, device, transport)
+
+    return averaged
 
 
 def _mean_loss(loss: Any, device: torch.device, transport: Transport) -> Any:

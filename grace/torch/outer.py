@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from grace.core import Transport
 from grace.local import Access, DiLoCo
-from grace.torch.checks import check_optimizer, check_parameters, check_unique, named_pairs, ordinary
+from grace.torch.checks import check_optimizer, named_pairs, ordinary
+from grace.torch.named import trained, trained_by_name
+from grace.torch.ownership import OPTIMIZER, claimed
+from grace.transports.torch_distributed import TorchDistributedTransport
+
+PLAIN = "train the plain module, model.module"
 
 
 def local(
@@ -27,22 +35,22 @@ def local(
 
     Every worker must make this call. Parameters must be equal on all workers before the first step; they may be
     broadcast after this call. Raises TypeError and ValueError for unsupported arguments and parameters, as
-    `DistributedOptimizer` does. A step raises RuntimeError if the optimizer has gained parameters.
+    `DistributedOptimizer` does; ValueError for named parameters that are trained but that no optimizer holds, and, also
+    in the first step, if anything else averages gradients among these workers (`DistributedOptimizer`, GRACE's or
+    Horovod's, or DistributedDataParallel). A step raises RuntimeError if the optimizer has gained parameters.
     """
     check_optimizer(optimizer, "grace.torch.local(optimizer, local)")
     if not isinstance(local, DiLoCo):
         raise TypeError(f"a grace.local.DiLoCo is needed, not {type(local).__name__}: grace.local.DiLoCo(grc, 100)")
     pairs = named_pairs(named_parameters)
-    check_parameters(optimizer, pairs)
-    check_unique(pairs)
-    names = {p: name for name, p in pairs or ()}
-    parameters = _trained(optimizer)
-    named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
+    named = trained_by_name(optimizer, pairs)
+    _check_held(optimizer, pairs or ())
     local.build(named, dict(named_buffers or ()), Access(torch.Tensor.detach, torch.Tensor.copy_, ordinary))
-    known = set(parameters)
+    _check_alone(optimizer, local)
+    known = set(named.values())
 
     def count(*_: Any) -> None:
-        if any(p not in known for p in _trained(optimizer)):
+        if any(p not in known for p in trained(optimizer)):
             raise RuntimeError(
                 "the optimizer has parameters that local training does not know, so that each worker's would stay its "
                 "own: call grace.torch.local once all of them are there and trained"
@@ -51,6 +59,7 @@ def local(
 
     def begin(*_: Any) -> None:
         if not local.settled:
+            _check_alone(optimizer, local)
             local.settle()
 
     if hook:
@@ -59,5 +68,63 @@ def local(
     return optimizer
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+def _check_held(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    # Each worker's values of a trained parameter that no optimizer holds would stay its own.
+    mine = {p for group in optimizer.param_groups for p in group["params"]}
+    if not (free := [(name, p) for name, p in pairs if p.requires_grad and p not in mine]):
+        return
+    held = {p for other in _alive(torch.optim.Optimizer) for group in other.param_groups for p in group["params"]}
+    if names := [name for name, p in free if p not in held]:
+        raise ValueError(
+            f"named_parameters has {names[0]!r}, which is in no optimizer: local training averages what its optimizer "
+            "holds, so each worker's would stay its own. Add it to a parameter group, make its optimizer before this "
+            "call, freeze it (requires_grad_(False)), or leave it out of named_parameters"
+        )
+
+
+def _check_alone(optimizer: torch.optim.Optimizer, local: DiLoCo) -> None:
+    # Refuse a second average of gradients, in every step, among the workers that local training averages.
+    parameters, outer = trained(optimizer), local.transport
+    claims = {claim for claim in map(claimed, parameters) if claim is not None}
+    if claim := next((c for c in claims if c.grace is not None and _same(_ranks(c.grace.transport), outer)), None):
+        kind, remedy = claim.kind, "grace.torch.release(optimizer) undoes it" if claim.kind == OPTIMIZER else PLAIN
+    elif type(optimizer).__module__.startswith("horovod."):
+        kind, remedy = "Horovod's DistributedOptimizer", "pass the optimizer that it was made of"
+    elif _ddp_averages(parameters, outer):
+        kind, remedy = "DistributedDataParallel", PLAIN
+    else:
+        return
+    raise ValueError(
+        f"{kind} averages the gradients of these parameters in every step, and local training would average the "
+        f"parameters among the same workers: use one of them ({remedy})"
+    )
+
+
+def _ddp_averages(parameters: list[torch.Tensor], outer: Transport) -> bool:
+    def found() -> bool:
+        return any(
+            not set(model.parameters()).isdisjoint(parameters)
+            and _same(set(dist.get_process_group_ranks(model.process_group)), outer)
+            for model in _alive(torch.nn.parallel.DistributedDataParallel)
+        )
+
+    if not found():
+        return False
+    gc.collect()  # the model may be gone already, but for the collector
+    return found()
+
+
+def _ranks(transport: Transport) -> set[int] | None:
+    return set(transport.ranks) if isinstance(transport, TorchDistributedTransport) else None
+
+
+def _same(ranks: set[int] | None, outer: Transport) -> bool:
+    # Whether the groups have more than this worker in common, as far as known: a group within a machine may average
+    # gradients, and local training parameters across machines.
+    others = _ranks(outer)
+    return ranks is None or others is None or ranks == others or len(ranks & others) > 1
+
+
+def _alive(kind: type) -> list[Any]:
+    # All objects of a class, from the garbage collector: PyTorch lists neither optimizers nor models.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from grace.engine.session import Grace
 
 OPTIMIZER, HOOK = "DistributedOptimizer", "ddp_hook"
+
+
+def weakly(method: Any) -> Callable[..., None]:
+    """A function that calls a method, or does nothing once the method's object was garbage-collected.
+
+    For hooks: the garbage collector does not see them, so a method would keep its object alive.
+    """
+    weak, function = weakref.ref(method.__self__), method.__func__
+
+    def call(*args: Any) -> None:
+        if (owner := weak()) is not None:
+            function(owner, *args)
+
+    return call
 
 
 class Claim:
@@ -36,24 +51,15 @@ class Claim:
         """The Grace that the integration drives; None once it was garbage-collected."""
         return self._grace()
 
-    def hook(self, p: torch.Tensor, before: Callable[[], None], after: Callable[[torch.Tensor], None]) -> None:
-        """Call ``before`` and ``after`` whenever autograd accumulates the gradient of p, which may be frozen now."""
-        # The garbage collector does not see hooks: with strong references, the methods' owner would never be freed.
-        weak_before, weak_after = weakref.WeakMethod(before), weakref.WeakMethod(after)
+    def before_accumulation(self, p: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+        """Call a function with the new gradient before autograd accumulates it into p, which may be frozen now."""
+        with _trainable(p):
+            self.hooks.append(p.register_hook(function))
 
-        def on_incoming(gradient: torch.Tensor) -> None:
-            if (method := weak_before()) is not None:
-                method()
-
-        def on_accumulated(p: torch.Tensor) -> None:
-            if (method := weak_after()) is not None:
-                method(p)
-
-        frozen = not p.requires_grad
-        p.requires_grad_()  # a frozen parameter accepts no new hooks, but keeps existing ones
-        self.hooks += [p.register_hook(on_incoming), p.register_post_accumulate_grad_hook(on_accumulated)]
-        if frozen:
-            p.requires_grad_(False)
+    def on_accumulated(self, p: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+        """Call a function, such as a set's ``add``, with p after autograd accumulated its gradient."""
+        with _trainable(p):
+            self.hooks.append(p.register_post_accumulate_grad_hook(function))
 
     def release(self, why: str) -> None:
         """Release the claim and remove its hooks. ``why``: for the error if the integration is used again."""
@@ -61,6 +67,18 @@ class Claim:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+
+
+@contextmanager
+def _trainable(p: torch.Tensor) -> Iterator[None]:
+    # A frozen parameter accepts no new hooks, but keeps existing ones.
+    frozen = not p.requires_grad
+    p.requires_grad_()
+    try:
+        yield
+    finally:
+        if frozen:
+            p.requires_grad_(False)
 
 
 _parameters: Any = WeakTensorKeyDictionary()
@@ -87,8 +105,8 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
     held = _graces.get(grace)
     if held is not None and not held.released and held not in earlier:
         raise ValueError(
-            f"this Grace drives the parameters of another {held.kind}: make a Grace for each optimizer, or call "
-            "grace.torch.release(optimizer) first"
+            f"this Grace drives the parameters of another {held.kind}: make a Grace for each model and optimizer, or "
+            "call grace.torch.release(optimizer), grc.rebuild(model.named_parameters()) and DistributedOptimizer"
         )
     for each in earlier:
         each.release(f"its parameters were given to another {kind}")
@@ -97,7 +115,6 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
     made = Claim(grace, kind, driver)
     _graces[grace] = made
     extend(made, parameters)
-    _watch_optimizers()
     return made
 
 
@@ -110,26 +127,18 @@ def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
         _parameters[p] = claim
 
 
-def _watch_optimizers() -> None:
-    # Register one pair of hooks for all optimizers of the process, as undistributed ones may step claimed parameters.
-    if _watching:
-        return
-
-    def drivers(optimizer: Any) -> list[Any]:
-        if "_grace" in optimizer.__dict__:
-            return []
-        claims = {claimed(p) for group in optimizer.param_groups for p in group["params"]}
-        return [each.driver for each in claims if each is not None and each.driver is not None]
-
-    def before(optimizer: Any, *_: Any) -> None:
-        for driver in drivers(optimizer):
-            driver.before_another(optimizer)
-
-    def after(optimizer: Any, *_: Any) -> None:
-        for driver in drivers(optimizer):
-            driver.after_another(optimizer)
-
-    _watching.extend([register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)])
+def models_of(parameters: list[torch.Tensor]) -> list[weakref.ref[torch.nn.Module]]:
+    """The DistributedDataParallel models of these parameters: nobody hands them over, so this searches memory."""
+    kind, wanted = torch.nn.parallel.DistributedDataParallel, set(parameters)
+    models = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [weakref.ref(model) for model in models if not wanted.isdisjoint(model.parameters())]
 
 
-_watching: list[Any] = []
+def check_alone(parameters: list[torch.Tensor]) -> None:
+    """Raise ValueError if a DistributedDataParallel model averages the gradients of these parameters, too."""
+    models: list[Any] = [each() for each in models_of(parameters)]
+    if any(model is not None and model._lazy_init_ran and model.require_backward_grad_sync for model in models):
+        raise ValueError(
+            "a DistributedDataParallel model averages the gradients of these parameters, too, and sends them a second "
+            "time: register grace.torch.ddp_hook with it and use the plain optimizer, or train model.module"
+        )

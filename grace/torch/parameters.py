@@ -18,7 +18,7 @@ from grace.core import Combine, Compressor, Context, Payload, name_of
 from grace.core.collectives import Gather
 from grace.core.program import run_local
 from grace.core.registry import compressors, memories, take, unknown_key
-from grace.engine.encoders import FastMethod
+from grace.engine.codecs import TensorCodec
 from grace.engine.report import TensorReport
 from grace.engine.session import Grace
 from grace.transports.torch_distributed import ALL_GATHER, TorchDistributedTransport
@@ -95,7 +95,7 @@ class ParameterGather:
     ):
         """``parameters``: pairs of a parameter and its padded shard's number of elements, in FSDP's order."""
         self._name, self._compressor, self._grace = name, compressor, grace
-        self._method = FastMethod(compressor, memories["none"]())
+        self._method = TensorCodec(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()
         self._transports: dict[Any, TorchDistributedTransport] = {}
         self.mode: Mode | None = None
@@ -198,7 +198,7 @@ class ParameterGather:
     def _decode(self, payload: Payload, out: torch.Tensor, ctx: Context) -> None:
         mean = self._method.mean([payload], ctx, agreed=True)
         if out.dtype == torch.float32:
-            mean.into(out)
+            mean.array(out)
         else:
             out.copy_(mean.array())
 

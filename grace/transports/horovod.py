@@ -54,6 +54,12 @@ class HorovodTransport(Transport):
         return loaded_horovod()[0].local_size() if self._process_set is None else self.size
 
     @property
+    def local_rank(self) -> int:
+        from grace.transports.launched import loaded_horovod
+
+        return int(loaded_horovod()[0].local_rank())
+
+    @property
     def splits(self) -> bool:
         from grace.transports.launched import loaded_horovod
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 PORT = 29500
 """The port if no variable names a port or a job: torchrun's default."""
@@ -18,13 +19,20 @@ VARIABLES = {
     "SLURM": (
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_ID"),
         *("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
-        "SLURM_TASKS_PER_NODE",
+        *("SLURM_TASKS_PER_NODE", "SLURM_PTY_PORT", "SLURM_TASK_PID"),
     ),
     "Open MPI": (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         *("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
     ),
-    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "MVAPICH2": (
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "PALS": ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID"),
+    "PMI": (
+        *("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "PBS_JOBID",
+    ),
     "network": ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 }
 """Names of environment variables, by launcher: those that `detect` reads, and those of the network."""
@@ -40,6 +48,7 @@ class Job:
     rank: int
     size: int
     local_rank: int
+    """This worker's number on its machine; -1: unknown."""
     local_size: int
     """Number of workers on this machine; 0: unknown."""
     address: str
@@ -73,32 +82,65 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
-    """The job that the variables of the first launcher found describe: torchrun, horovodrun, SLURM, Open MPI, or PMI.
+    """The job that the variables of the innermost launcher describe; None without a launcher.
 
-    None without a launcher. Raises RuntimeError, naming variable and remedy, if a variable is missing or contradicts
-    another one.
+    Launchers start others, whose workers inherit all variables: mpirun in a batch script of SLURM, torchrun in a step
+    of srun. SLURM is therefore the last one. Raises RuntimeError, naming variable and remedy, if a variable is missing
+    or contradicts another one, or if several processes of a launcher are each a world of one.
     """
-    for read in (_torchrun, _horovodrun, _slurm, _open_mpi, _pmi):
-        if (job := read(environ)) is not None:
-            if not 0 <= job.rank < job.size:
-                raise RuntimeError(f"{job.variables[0]}={job.rank} is no rank of {job.variables[1]}={job.size} workers")
-            return job
-    return None
+    job = next((job for read in _READERS if (job := read(environ)) is not None), None)
+    if job is None:
+        if "WORLD_SIZE" in environ:
+            _number(environ, "RANK")  # raises
+        return None
+    rank, size = job.variables
+    if not 0 <= job.rank < job.size:
+        raise RuntimeError(f"{rank}={job.rank} is no rank of {size}={job.size} workers")
+    if job.launcher != "torchrun" and _number(environ, "WORLD_SIZE", job.size) != job.size:
+        raise RuntimeError(f"WORLD_SIZE={environ['WORLD_SIZE']}, but {size}={job.size}: unset the wrong one")
+    for outer_rank, outer_size in _OUTER:
+        workers, torchrun = _number(environ, outer_size, 1), job.launcher == "torchrun"
+        if job.size == 1 < workers:
+            what, remedy = "processes", "Start all workers by a single one"
+            if torchrun:
+                what = "torchruns"
+                remedy = "Give torchrun --nnodes, --node-rank and --master-addr, or start the script without torchrun"
+            raise RuntimeError(
+                f"{size}=1, but {outer_size}={workers}: each of {workers} {what} would train by itself. {remedy}"
+            )
+        own = torchrun and not environ.keys() & {"TORCHELASTIC_RUN_ID", "GROUP_RANK"} and job.size == workers > 1
+        if own and environ.get(outer_rank, environ["RANK"]) != environ["RANK"]:
+            raise RuntimeError(
+                f"RANK={job.rank}, but {outer_rank}={environ[outer_rank]}: a script that exports RANK before it starts "
+                "the workers gives all of them the same one. Unset RANK, WORLD_SIZE and LOCAL_RANK"
+            )
+    return job
+
+
+def promised(environ: Mapping[str, str]) -> dict[str, int]:
+    """The numbers of workers that launchers' variables name, by variable."""
+    names = ["WORLD_SIZE", "HOROVOD_SIZE", *(size for _, size in _OUTER)]
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+        names.append("SLURM_NTASKS")
+    return {name: int(environ[name]) for name in names if environ.get(name, "").isdigit()}
+
+
+_OUTER = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+# Rank and size of launchers whose processes may be launchers themselves.
 
 
 def _torchrun(environ: Mapping[str, str]) -> Job | None:
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+    if "RANK" not in environ:  # WORLD_SIZE alone is often exported for a script that reads SLURM_PROCID
         return None
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
-    if size == 1 < tasks:
-        raise RuntimeError(
-            f"WORLD_SIZE=1, but SLURM_STEP_NUM_TASKS={tasks}: each of {tasks} torchruns would train by itself. Give "
-            "torchrun --nnodes, --node-rank and --master-addr, or start the script by srun without torchrun"
-        )
     local_size = _number(environ, "LOCAL_WORLD_SIZE", 0)
     return Job(
-        *("torchrun", ("RANK", "WORLD_SIZE"), rank, size, _number(environ, "LOCAL_RANK", 0), local_size),
+        *("torchrun", ("RANK", "WORLD_SIZE"), rank, size, _number(environ, "LOCAL_RANK", -1), local_size),
         _address(environ, "torchrun", size, ""),
         _number(environ, "MASTER_PORT", PORT),
     )
@@ -108,8 +150,63 @@ def _horovodrun(environ: Mapping[str, str]) -> Job | None:
     if "HOROVOD_RANK" not in environ:
         return None
     rank, size = _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_SIZE")
-    local = _number(environ, "HOROVOD_LOCAL_RANK", 0), _number(environ, "HOROVOD_LOCAL_SIZE", 0)
+    local = _number(environ, "HOROVOD_LOCAL_RANK", -1), _number(environ, "HOROVOD_LOCAL_SIZE", 0)
     return Job("horovodrun", ("HOROVOD_RANK", "HOROVOD_SIZE"), rank, size, *local, "", 0)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Job | None:
+    return _mpi(
+        *(environ, "Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+        ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+    )
+
+
+def _mvapich2(environ: Mapping[str, str]) -> Job | None:
+    return _mpi(
+        *(environ, "MVAPICH2", ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")),
+        *(("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    )
+
+
+def _pals(environ: Mapping[str, str]) -> Job | None:
+    return _mpi(environ, "PALS", ("PALS_RANKID", "PMI_SIZE"), _PMI_LOCAL_RANK, _PMI_LOCAL_SIZE, ("PALS_APID",))
+
+
+def _pmi(environ: Mapping[str, str]) -> Job | None:
+    # srun --mpi=pmi2 sets these variables, too; SLURM's own tell more.
+    if environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and environ.get("PMI_SIZE") == environ.get(
+        "SLURM_STEP_NUM_TASKS"
+    ):
+        return None
+    return _mpi(environ, "PMI", ("PMI_RANK", "PMI_SIZE"), _PMI_LOCAL_RANK, _PMI_LOCAL_SIZE)
+
+
+_PMI_LOCAL_RANK = ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+_PMI_LOCAL_SIZE = ("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+
+
+def _mpi(
+    environ: Mapping[str, str],
+    launcher: str,
+    names: tuple[str, str],
+    local_ranks: Sequence[str],
+    local_sizes: Sequence[str],
+    jobs: Sequence[str] = (),
+) -> Job | None:
+    # A launcher of MPI. Each of ``local_ranks`` and the others: names of variables, of which one may be set.
+    if names[0] not in environ:
+        return None
+    rank, size = (_number(environ, name) for name in names)
+    local_rank = next((_number(environ, name) for name in local_ranks if name in environ), -1)
+    local_size = next((_number(environ, name) for name in local_sizes if name in environ), 0)
+    return Job(
+        *(launcher, names, rank, size, local_rank, local_size),
+        "127.0.0.1"
+        if local_size == size and "MASTER_ADDR" not in environ
+        else _address(environ, "mpirun", size, environ.get("SLURM_JOB_NODELIST", "")),
+        _port(environ, *jobs, "SLURM_JOB_ID", "PBS_JOBID"),
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> Job | None:
@@ -128,45 +225,33 @@ def _slurm(environ: Mapping[str, str]) -> Job | None:
                 )
             return None
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, key)
+    if size > 1 and environ.get("SLURM_PTY_PORT") and _has_terminal(environ.get("SLURM_TASK_PID", "")):
+        raise RuntimeError(
+            f"{key}={size} asks for {size} workers, but `srun --pty` gives only task 0 a terminal, and the shells of "
+            "other tasks end at once: start the script by `srun python train.py` without --pty, or ask for one task, "
+            "`srun --pty --ntasks=1`"
+        )
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
     tasks_here = tasks_per_node(layout) if layout else []
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     return Job(
-        *("SLURM", ("SLURM_PROCID", key), rank, size, _number(environ, "SLURM_LOCALID", 0)),
+        *("SLURM", ("SLURM_PROCID", key), rank, size, _number(environ, "SLURM_LOCALID", -1)),
         tasks_here[node] if node < len(tasks_here) else 0,
         _address(environ, "SLURM", size, nodes),
         _port(environ, "SLURM_JOB_ID"),
     )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Job | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    rank, size = (_number(environ, name) for name in names)
-    local_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
-    return Job(
-        *("Open MPI", names, rank, size, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size),
-        "127.0.0.1"
-        if local_size == size and "MASTER_ADDR" not in environ
-        else _address(environ, "mpirun", size, environ.get("SLURM_JOB_NODELIST", "")),
-        _port(environ, "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID"),
-    )
+_READERS = (_torchrun, _horovodrun, _open_mpi, _mvapich2, _pals, _pmi, _slurm)
 
 
-def _pmi(environ: Mapping[str, str]) -> Job | None:
-    if "PMI_RANK" not in environ:
-        return None
-    rank, size = _number(environ, "PMI_RANK"), _number(environ, "PMI_SIZE")
-    local_size = _number(environ, "MPI_LOCALNRANKS", 0)
-    return Job(
-        *("PMI", ("PMI_RANK", "PMI_SIZE"), rank, size, _number(environ, "MPI_LOCALRANKID", 0), local_size),
-        "127.0.0.1"
-        if local_size == size and "MASTER_ADDR" not in environ
-        else _address(environ, "mpiexec", size, environ.get("SLURM_JOB_NODELIST", "")),
-        _port(environ, "SLURM_JOB_ID"),
-    )
+def _has_terminal(task: str) -> bool:
+    # Whether srun's task may have a terminal. A task of a step within such a shell inherits SLURM_PTY_PORT without one.
+    try:
+        return Path(f"/proc/{int(task)}/stat").read_text().rpartition(")")[2].split()[4] != "0"
+    except (OSError, ValueError, IndexError):
+        return True
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -189,7 +274,8 @@ def _address(environ: Mapping[str, str], launcher: str, size: int, nodes: str) -
     if size > 1:
         raise RuntimeError(
             f"{launcher} started {size} workers, and no variable names the host of rank 0: set MASTER_ADDR on all "
-            "workers, as `mpirun -x MASTER_ADDR=host0` or `export MASTER_ADDR=host0` before srun"
+            "workers, as `mpirun -x MASTER_ADDR=host0`, `mpiexec -genv MASTER_ADDR host0` (MPICH) or `export "
+            "MASTER_ADDR=host0` before srun"
         )
     return "127.0.0.1"
 

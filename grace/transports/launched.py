@@ -10,6 +10,7 @@ LAUNCHED = {
     "WORLD_SIZE": "torch.distributed.init_process_group()",
     "HOROVOD_SIZE": "hvd.init()",
     "OMPI_COMM_WORLD_SIZE": "hvd.init() or torch.distributed.init_process_group()",
+    "MV2_COMM_WORLD_SIZE": "hvd.init() or torch.distributed.init_process_group()",
     "PMI_SIZE": "hvd.init() or torch.distributed.init_process_group()",
     "SLURM_STEP_NUM_TASKS": "torch.distributed.init_process_group()",
     "SLURM_NTASKS": "torch.distributed.init_process_group()",
@@ -50,8 +51,8 @@ def refuse_launched() -> None:
     for key, call in LAUNCHED.items():
         value = os.environ.get(key, "1")
         if key == "SLURM_NTASKS" and (
-            "SLURM_PROCID" not in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-        ):  # SLURM_NTASKS counts the allocation's tasks, but this process is a shell in it, not one of srun's tasks
+            "SLURM_PROCID" not in os.environ or any(other in os.environ for other in LAUNCHED if other != key)
+        ):  # SLURM_NTASKS counts the allocation's tasks; another launcher, srun or a shell in it started this process
             continue
         if value.isdigit() and int(value) > 1:
             raise RuntimeError(

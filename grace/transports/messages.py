@@ -42,15 +42,16 @@ class MessageTransport(Transport):
         if len(ranks) == self.size:
             return self
         part = Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
-        part.timeout = self.timeout
+        part.timeout, part.contents = self._timeout, self.contents
         return part
 
-    def late(self, name: str) -> TimeoutError:
-        """The error to raise if other workers do not answer in time. ``name``: the message's."""
+    def late(self, name: str, worker: int | None = None) -> TimeoutError:
+        """The error to raise if others do not answer in time. ``name``: the message's; ``worker``: who, if known."""
+        who = "one of them" if worker is None else f"worker {worker}"
         return TimeoutError(
-            f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {name!r}: one of them is "
-            "gone, stuck, or does something else. Its own output says why; if steps may take longer, raise timeout in "
-            "grace_from_params"
+            f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {self.told(name)}: {who} "
+            "is gone, stuck, or does something else. Its own output says why; if steps may take longer, give "
+            "grace_from_params a longer timeout"
         )
 
     @abstractmethod
@@ -205,7 +206,8 @@ class MessageTransport(Transport):
             if ITEMSIZE[dtype] == 2:  # a sum in half precision may overflow: divide first
                 parts = [part / self.size if mean else part for part, mean in zip(parts, averaged, strict=True)]
                 averaged = [False] * len(parts)
-            buffer = xp.concat(parts) if len(parts) > 1 else xp.buffers.copy(parts[0])
+            spent = len(parts) > 1 or all(item.donated for item in items)
+            buffer = xp.concat(parts) if spent else xp.buffers.copy(parts[0])
             waits[dtype] = self._reduce_buffer(buffer, op, sizes, averaged, f"{tag}.{dtype}")
 
         def finish() -> list[Any]:

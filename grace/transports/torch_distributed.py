@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import os
+import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from grace.core import Array, Transport
 from grace.transports import events
@@ -36,12 +41,32 @@ OPS = {
     "max": (dist.ReduceOp.MAX, torch.maximum),
 }
 
+ENDING = 5.0
+"""Seconds for which a worker that ends waits for its pending collectives; then it closes its connections."""
+
 PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 """A counter of direct collectives for each process group, since several optimizers may share a group."""
+PENDING: dict[int, tuple[Any, TorchDistributedTransport]] = {}
+"""gloo's collectives that nobody has waited for, by identity: Python cannot end while gloo's threads carry them out."""
 
 
 def _delta(seconds: float) -> timedelta:
     return timedelta(seconds=min(seconds, 1e8))  # gloo has no infinite timeout
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(_close)
+
+
+def _close() -> None:
+    # Without this, a worker that raised in the middle of an exchange could end only after the group's timeout.
+    end = time.monotonic() + ENDING
+    for work, transport in PENDING.values():
+        try:
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError:
+            transport.disconnect()
 
 
 class TorchDistributedTransport(MessageTransport):
@@ -49,10 +74,10 @@ class TorchDistributedTransport(MessageTransport):
 
     torch.distributed matches collectives by order, not by name. The scheduler keeps one order on all workers; your own
     collectives in the same group must not be called from another thread during a backward pass.
-    """
 
-    _timeout = Transport.timeout
-    _limit = _delta(Transport.timeout)
+    The group keeps its own timeout, which also limits waits unless `timeout` is set. Setting it affects CPU tensors
+    only; before PyTorch 2.9 gloo's collectives still end at the group's timeout if that is shorter.
+    """
 
     def __init__(self, group: Any = None):
         if not dist.is_initialized():
@@ -63,10 +88,11 @@ class TorchDistributedTransport(MessageTransport):
             raise ValueError("this worker is not in the process group that it was given")
         self._world = weakref.ref(dist.group.WORLD)
         self._process = os.getpid()
-        self._passes = PASSES.setdefault(dist.group.WORLD if group is None else group, itertools.count())
-        if self._gloo is not None:
+        self._passes = PASSES.setdefault(self._own_group, itertools.count())
+        if self._gloo:
             events.settle()
             events.release_at_exit()
+            _close_at_exit()
 
     def check_workers(self) -> None:
         world = dist.group.WORLD
@@ -84,7 +110,7 @@ class TorchDistributedTransport(MessageTransport):
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the group's workers."""
-        return dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
+        return dist.get_process_group_ranks(self._own_group)
 
     def bind(self, xp: Any) -> Transport:
         self.check_workers()
@@ -96,26 +122,32 @@ class TorchDistributedTransport(MessageTransport):
         return self
 
     @property
-    def timeout(self) -> float:
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        # Set gloo's own timeout as well: otherwise a worker that gives up could exit only after gloo's 30 minutes.
-        self._timeout, self._limit = seconds, _delta(seconds)
-        if hasattr(self._gloo, "_set_default_timeout"):
-            self._gloo._set_default_timeout(self._limit)
+    def usual_timeout(self) -> float:
+        """The process group's timeout."""
+        for device in ("cpu", "cuda"):
+            with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
+                backend = self._own_group._get_backend(torch.device(device))
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+                return float(backend.options._timeout.total_seconds())
+        return float(dist.default_pg_timeout.total_seconds())
 
     @property
-    def _gloo(self) -> Any:
-        # The gloo backend for CPU tensors; None if another backend carries them.
-        group = dist.group.WORLD if self._group is None else self._group
-        return group._get_backend(torch.device("cpu")) if "cpu:gloo" in dist.get_backend_config(group) else None
+    def _own_group(self) -> Any:
+        return dist.group.WORLD if self._group is None else self._group
+
+    @property
+    def _gloo(self) -> bool:
+        # Whether gloo carries CPU tensors.
+        return "cpu:gloo" in dist.get_backend_config(self._own_group)
 
     @property
     def node_size(self) -> int:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # set by torchrun
         return local if self._group is None else self.size
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun and grace.init
 
     @property
     def splits(self) -> bool:
@@ -127,7 +159,7 @@ class TorchDistributedTransport(MessageTransport):
         groups = [json.loads(text) for text in self.exchange(json.dumps(ranks))]
         mine = None
         for group in sorted({tuple(group) for group in groups}):
-            made = dist.new_group([self._global(rank) for rank in group])
+            made = dist.new_group([self._global(rank) for rank in group], timeout=_delta(self.usual_timeout))
             mine = made if self.rank in group else mine
         part = TorchDistributedTransport(mine)
         part.xp = self.xp
@@ -136,13 +168,13 @@ class TorchDistributedTransport(MessageTransport):
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         if self.size > 1 and buffer.device.type == "cpu" and buffer.nbytes <= SMALL:
             return self._reduce_directly(buffer, op, name)
-        work = dist.all_reduce(buffer, OPS[op][0], self._group, async_op=True)
-
-        def finish() -> Array:
-            self._wait(name, buffer, work)
-            return buffer
-
-        return finish
+        if (limit := self._limit(buffer)) is None:
+            work = dist.all_reduce(buffer, OPS[op][0], self._group, async_op=True)
+        else:
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.timeout = OPS[op][0], limit
+            work = self._own_group.allreduce([buffer], options)
+        return self._begun(name, buffer, work)
 
     def gather(self, buffer: Array, name: str) -> Wait:
         buffer = buffer.contiguous()
@@ -150,30 +182,59 @@ class TorchDistributedTransport(MessageTransport):
         if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > large:
             return self._gather_around(buffer, [buffer.shape[0]] * self.size, name)
         gathered = self.xp.buffers.empty(self.size * buffer.shape[0], "uint8")
-        work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
+        if (limit := self._limit(buffer)) is None:
+            work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
+        else:
+            options = distributed_c10d.AllgatherOptions()
+            options.timeout = limit
+            work = self._own_group._allgather_base(gathered, buffer, options)
+        arrived = self._begun(name, buffer, work)
 
         def finish() -> list[Array]:
-            self._wait(name, buffer, work)
+            arrived()
             return list(gathered.view(self.size, -1))
 
         return finish
 
-    def _wait(self, name: str, buffer: Array, *works: Any) -> None:
-        if buffer.device.type != "cpu":
-            for work in works:
-                work.wait()  # a timeout would block the host; NCCL has its own watchdog
-            return
-        try:
-            for work in works:
-                work.wait(self._limit)
-        except RuntimeError as error:
-            raise self._lost(name, error) from error
+    def _limit(self, buffer: Array) -> timedelta | None:
+        # The timeout of a message; None: the group's. A timeout would make the host wait for a device.
+        return None if self._timeout is None or buffer.device.type != "cpu" else _delta(self._timeout)
 
-    def _lost(self, name: str, error: RuntimeError) -> Exception:
+    def _begun(self, name: str, buffer: Array, work: Any) -> Wait:
+        # Wait returns the buffer.
+        while PENDING and (first := next(iter(PENDING.values()))[0]).is_completed():
+            del PENDING[id(first)]
+        if buffer.device.type == "cpu":
+            PENDING[id(work)] = work, self
+
+        def finish() -> Array:
+            self._wait(name, buffer, work)
+            return buffer
+
+        return finish
+
+    def disconnect(self) -> None:
+        """End all transfers of the group's CPU tensors, by gloo's reaction to a receive that times out."""
+        with suppress(RuntimeError, ConnectionError, ValueError):  # ValueError: the group is gone
+            self._receive(torch.empty(1), self.rank + 1, TAGS + 1, "").wait(timedelta(milliseconds=1))
+
+    def _wait(self, name: str, buffer: Array, *works: Any, workers: Sequence[int] = ()) -> None:
+        # ``workers``: the other end of each work, if it has one.
+        limit = self._limit(buffer)
+        for number, work in enumerate(works):
+            try:
+                work.wait(*([] if limit is None else [limit]))
+            except RuntimeError as error:
+                if buffer.device.type != "cpu":
+                    raise
+                raise self._lost(name, error, workers[number] if workers else None) from error
+            PENDING.pop(id(work), None)
+
+    def _lost(self, name: str, error: RuntimeError, worker: int | None = None) -> Exception:
         # The exception for a failed transfer. gloo's own message names no worker. Sends fail, too, if a worker is lost.
         if "imed out" in str(error):
-            return self.late(name)
-        return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}")
+            return self.late(name, worker)
+        return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {self.told(name)}: {error}")
 
     def gather_sized(self, buffer: Array, sizes: list[int], name: str) -> Wait:
         if buffer.device.type == "cpu" and min(sizes) > LARGE:
@@ -229,11 +290,13 @@ class TorchDistributedTransport(MessageTransport):
         # first: on a slow link, data that arrives before its receive delays all other data.
         sources = [(self.rank - distance) % self.size for distance in range(1, self.size)]
         targets = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        works = [self._receive(places[source], source, tag, name) for source in sources if len(places[source])]
-        works += [self._send(buffers[to], to, tag, name) for to in targets if len(buffers[to])]
+        sources = [source for source in sources if len(places[source])]
+        targets = [to for to in targets if len(buffers[to])]
+        works = [self._receive(places[source], source, tag, name) for source in sources]
+        works += [self._send(buffers[to], to, tag, name) for to in targets]
 
         def finish() -> list[Array]:
-            self._wait(name, buffers[self.rank], *works)
+            self._wait(name, buffers[self.rank], *works, workers=[*sources, *targets])
             return places
 
         return finish
@@ -276,13 +339,13 @@ class TorchDistributedTransport(MessageTransport):
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         buffer = buffer.clone()
-        work = dist.broadcast(buffer, self._global(root), self._group, async_op=True)
-
-        def finish() -> Array:
-            self._wait(name, buffer, work)
-            return buffer
-
-        return finish
+        if (limit := self._limit(buffer)) is None:
+            work = dist.broadcast(buffer, self._global(root), self._group, async_op=True)
+        else:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = root, 0, limit
+            work = self._own_group.broadcast([buffer], options)
+        return self._begun(name, buffer, work)
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         if buffers[0].device.type == "cpu":

@@ -83,7 +83,7 @@ def blocks_of(x, block):
     return [x[i : i + (block or len(x))] for i in range(0, len(x), block or len(x) or 1)]
 
 
-def signs_oracle(v, block):
+def efsignsgd_oracle(v, block):
     sums = np.add.reduceat(np.abs(v.astype(np.float64)), np.arange(0, len(v), block or len(v))) if len(v) else v
     scales = sums.astype(np.float32) / np.array([len(part) for part in blocks_of(v, block)], np.float32)
     return np.packbits(v >= 0, bitorder="little"), scales
@@ -100,7 +100,7 @@ def ulps(a, b):
 class OddBuffers(NumpyBuffers):
     """Payloads lie at odd addresses."""
 
-    def empty_payload(self, shape, dtype="float32"):
+    def empty(self, shape, dtype="float32"):
         return Memory(shape, dtype, 1 if dtype == "uint8" else 4).array
 
 
@@ -115,8 +115,6 @@ class GuardedBuffers(NumpyBuffers):
         memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)
         self.made.append(memory)
         return memory.array
-
-    empty_payload = empty
 
 
 class Native(NumpyBackend):

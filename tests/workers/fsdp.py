@@ -458,6 +458,9 @@ grc, model = compressed(NONE)
 model.set_gradient_divide_factor(3.0)
 refuse("divide factor", lambda: train(model, 1))
 
+grc, model = compressed(NONE)
+with grc.no_sync():
+    refuse("no_sync", lambda: train(model, 1))
 refuse("no Grace", lambda: grace.torch.fsdp(sharded(), parameters=INT8))
 refuse("by worker", lambda: compressed(NONE, {**INT8, "bits": 8 if rank == 0 else 4}))
 flat = init_device_mesh("cpu", (1, size), mesh_dim_names=("copies", "shards"))

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
-from launch import save
+from launch import error_of, save
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
@@ -72,14 +72,6 @@ def fit(net, optimizer, callbacks=(), xy=None, **options):
 def state(grc):
     tensors = grc.state_dict()["tensors"]
     return {f"{name}/{key}": value.copy() for name, kept in tensors.items() for key, value in kept.items()}
-
-
-def error_of(call, *args, **options):
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # -- loss scaling: Keras puts a scaler around ours, or the user does; worker 1 overflows ------------------------------
@@ -197,15 +189,18 @@ class Extra(keras.callbacks.Callback):
 
 
 x, y = data()
-history = fit(
-    network(0),
-    wrapped()[0],
-    [tensorflow.BroadcastCallback(0), Extra(), tensorflow.MetricAverageCallback()],
-    (x, keras.utils.to_categorical(y, 5)),
-    loss=keras.losses.CategoricalCrossentropy(from_logits=True),
-    metrics=[keras.metrics.F1Score(average=None, name="f1")],
-    validation_data=(x, keras.utils.to_categorical(y, 5)) if rank == 0 else None,
-)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    history = fit(
+        network(0),
+        wrapped()[0],
+        [tensorflow.BroadcastCallback(0), Extra(), tensorflow.MetricAverageCallback()],
+        (x, keras.utils.to_categorical(y, 5)),
+        loss=keras.losses.CategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.F1Score(average=None, name="f1")],
+        validation_data=(x, keras.utils.to_categorical(y, 5)) if rank == 0 else None,
+    )
+found["metrics told"] = [str(each.message) for each in told if "finite" in str(each.message)]
 found["metrics"] = {name: values[0] for name, values in history.items()}
 average = tensorflow.MetricAverageCallback(grace.grace_from_params(DENSE))
 average.set_model(keras.Sequential())

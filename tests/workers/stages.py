@@ -176,7 +176,8 @@ for name, settings in (("compressed", {"forward": TOPK}), ("plain", {"forward": 
                 p.copy_(value)
             boundary = Boundary(**settings, feedback="ef21").eval()
             expected = run.modules[0](boundary(first(batch(1)[0])))
-        found[f"eval, {name}"] = torch.equal(given, expected)
+        # A product of a whole batch may be rounded otherwise than those of its parts.
+        found[f"eval, {name}"] = torch.allclose(given, expected, rtol=1e-5, atol=1e-6)
     found[f"state after eval, {name}"] = str(state) == str(after)
 
 # A pipeline continues from a state.

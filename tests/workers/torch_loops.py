@@ -6,7 +6,7 @@ import sys
 import warnings
 
 import torch
-from launch import join_torch, leave_gloo, save
+from launch import error_of, join_torch, leave_gloo, save
 
 out, transport = sys.argv[1:]
 rank, size = join_torch(transport)
@@ -54,15 +54,6 @@ def alike(one, two):
     return first.keys() == second.keys() and all(
         torch.equal(first[k], second[k]) for k in first if first[k] is not None
     )
-
-
-def message(call):
-    """The text of the error that a call raises; empty if it raises none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def situation(function):
@@ -145,7 +136,7 @@ def extra_pass_on_worker_0():
                 net(batch(50)).max().backward()
                 optimizer.zero_grad()
 
-    return message(train)
+    return error_of(train)
 
 
 @situation
@@ -172,7 +163,7 @@ def by_hand(before):
             if attack:
                 delta = torch.zeros(8, 40, requires_grad=True)
                 net(batch(step) + delta).square().mean().backward()
-                before(net, optimizer)
+                before(net, optimizer, grc)
             gradients = torch.autograd.grad(net(batch(step)).square().mean(), list(net.parameters()))
             for p, gradient in zip(net.parameters(), gradients, strict=True):
                 p.grad = gradient
@@ -183,9 +174,18 @@ def by_hand(before):
     return (*nets, alike(*graces))
 
 
-found["by hand after optimizer.zero_grad"] = by_hand(lambda net, optimizer: optimizer.zero_grad())
-found["by hand after model.zero_grad"] = by_hand(lambda net, optimizer: net.zero_grad())
-found["by hand, nothing zeroed"] = by_hand(lambda net, optimizer: None)
+def noise(net, optimizer, grc):
+    torch.manual_seed(rank)
+    for p in net.parameters():
+        p.grad.add_(torch.randn_like(p) * 1e-3)
+    optimizer.step()
+
+
+found["by hand after optimizer.zero_grad"] = by_hand(lambda net, optimizer, grc: optimizer.zero_grad())
+found["by hand after model.zero_grad"] = by_hand(lambda net, optimizer, grc: net.zero_grad())
+found["by hand, nothing zeroed"] = by_hand(lambda net, optimizer, grc: grc.discard())
+for name, before in (("kept", lambda *_: None), ("noise", noise)):
+    found[f"by hand, {name}, not discarded"] = error_of(lambda before=before: by_hand(before))
 
 
 @situation
@@ -268,7 +268,7 @@ for what in ("clip", "scaler", "plain"):
     found[f"accumulation {what}"] = accumulation(what, True)
 found["accumulation ends early"] = accumulation("plain", False)
 for what in ("clip", "scaler"):
-    found[f"local {what}"] = message(lambda: accumulation(what, False))
+    found[f"local {what}"] = error_of(lambda: accumulation(what, False))
 
 
 @situation
@@ -337,7 +337,7 @@ def recreated_every_epoch():
         reached.append(weights(net))
         steps = grc.report().steps
         if not released:
-            refused = message(first.step)
+            refused = error_of(first.step)
     return (*reached, steps, hooks, refused)
 
 
@@ -346,9 +346,9 @@ def one_grace_for_two():
     net, other = linear(), linear()
     grc, optimizer = distribute(net)
     second = torch.optim.SGD(other.parameters(), 0.1)
-    refused = message(lambda: grace.torch.DistributedOptimizer(second, grc, other.named_parameters()))
+    refused = error_of(lambda: grace.torch.DistributedOptimizer(second, grc, other.named_parameters()))
     grace.torch.release(optimizer)
-    return refused, message(lambda: grace.torch.DistributedOptimizer(second, grc, other.named_parameters()))
+    return refused, error_of(lambda: grace.torch.DistributedOptimizer(second, grc, other.named_parameters()))
 
 
 @situation
@@ -356,7 +356,7 @@ def duplicate_names():
     nets = [linear(), linear()]
     optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.1)
     named = [pair for net in nets for pair in net.named_parameters()]
-    return message(lambda: grace.torch.DistributedOptimizer(optimizer, grace.grace_from_params(TOPK), named))
+    return error_of(lambda: grace.torch.DistributedOptimizer(optimizer, grace.grace_from_params(TOPK), named))
 
 
 class Fails(torch.autograd.Function):
@@ -393,7 +393,7 @@ def dropped(failing):
                 continue
             optimizer.step()
 
-    error = message(train)
+    error = error_of(train)
     kept = residual(grc)
     same = all(torch.equal(kept[name], before[0][1][name]) for name in kept)
     return error, bool((weights(net) == before[0][0]).all()) and same, weights(net)
@@ -465,7 +465,7 @@ def inner_and_outer_optimizer():
         net(batch(0)).square().mean().backward()
         inner.step()
 
-    return weights(net), weights(reference), steps, message(unguarded)
+    return weights(net), weights(reference), steps, error_of(unguarded)
 
 
 @situation
@@ -580,7 +580,7 @@ def a_pass_inside_no_sync_on_top_of_means():
             net(batch(1)).square().mean().backward()
         optimizer.step()
 
-    return message(train)
+    return error_of(train)
 
 
 @situation
@@ -609,8 +609,8 @@ def a_grace_by_itself():
     with grc.no_sync():
         same = all(torch.equal(grc.step(gradients)[name], gradients[name]) for name in gradients)
     errors = [
-        message(lambda: grc.step({**gradients, "b": batch(1)})),
-        message(lambda: grc.step({**gradients, "c": batch(1)})),
+        error_of(lambda: grc.step({**gradients, "b": batch(1)})),
+        error_of(lambda: grc.step({**gradients, "c": batch(1)})),
     ]
     means = grc.step(gradients)
 
@@ -620,10 +620,8 @@ def a_grace_by_itself():
     grc.step(gradients)
     apart = grace.grace_from_params(TOPK)
     apart.build(gradients)
-    if rank == 0:
-        return same, errors, means["w"].numpy().copy(), message(lambda: apart.step(gradients)), grc.report().steps
-    apart.load_state_dict({**apart.state_dict(), "step": 3})
-    return same, errors, means["w"].numpy().copy(), message(lambda: apart.step(gradients)), grc.report().steps
+    apart.load_state_dict({**apart.state_dict(), "step": 3 * rank})
+    return same, errors, means["w"].numpy().copy(), error_of(lambda: apart.step(gradients)), grc.report().steps
 
 
 @situation
@@ -634,7 +632,7 @@ def copies():
     net(batch(0)).square().mean().backward()
     optimizer.step()
     average.update_parameters(net)
-    return message(lambda: copy.deepcopy((net, optimizer))), bool((weights(average.module) == weights(net)).all())
+    return error_of(lambda: copy.deepcopy((net, optimizer))), bool((weights(average.module) == weights(net)).all())
 
 
 if transport == "torch":
@@ -662,7 +660,7 @@ if transport == "torch":
         net = DistributedDataParallel(linear())
         net.register_comm_hook(grace.grace_from_params(TOPK), grace.torch.ddp_hook)
         net(batch(0)).square().mean().backward()
-        return message(lambda: distribute(net))
+        return error_of(lambda: distribute(net))
 
     @situation
     def another_group():
@@ -674,7 +672,7 @@ if transport == "torch":
             net = DistributedDataParallel(linear(), process_group=mine)
             grc = grace.grace_from_params(DENSE, TorchDistributedTransport(averaging))
             net.register_comm_hook(grc, grace.torch.ddp_hook)
-            errors.append(message(lambda net=net: net(batch(0)).square().mean().backward()))
+            errors.append(error_of(lambda net=net: net(batch(0)).square().mean().backward()))
         return errors
 
     @situation

@@ -28,40 +28,44 @@ KERNELS = {
 def forms(name):
     """Argument types and constants of each kind of kernel that `TritonKernels` launches."""
     for add in (True, False):
-        if name in ("signs_blocks", "ints_blocks"):
+        if name in ("efsignsgd_blocks", "blockint_blocks"):
             for block in (24, launcher.LARGE) if add else (512,):
                 rows, width = launcher.rows_of(block)
                 shape = {"BLOCK": block, "ROWS": rows, "WIDTH": width, "ADD": add}
-                if name == "signs_blocks":
+                if name == "efsignsgd_blocks":
                     yield {**V, "bits": B, "scales": F, "n": "i32"}, shape
                 else:
                     bits = {24: 2, 512: 4}.get(block, 8)
                     form = {**shape, "BITS": bits, "RANDOM": bits > 2}
                     yield {**V, "codes": B, "scales": F, "n": "i64", **KEYS}, form
-        elif name in ("signs_sums", "signs_rest", "ints_largest"):
-            found = {"signs_sums": {"sums": D}, "signs_rest": {"bits": B, "scales": F}, "ints_largest": {"scales": W}}
+        elif name in ("efsignsgd_sums", "efsignsgd_rest", "blockint_largest"):
+            found = {
+                "efsignsgd_sums": {"sums": D},
+                "efsignsgd_rest": {"bits": B, "scales": F},
+                "blockint_largest": {"scales": W},
+            }
             size = "i32" if add else "i64"
             sizes = {"n": size, "block": size, "tiles": "i32"}
             yield {**V, **found[name], **sizes}, {"TILE": T, "ADD": add}
-        elif name == "ints_rest":
+        elif name == "blockint_rest":
             sizes = {"n": "i32", "block": "i32", "tiles": "i32"}
             for bits in (8, 2) if add else (4,):
                 form = {"TILE": T, "BITS": bits, "RANDOM": bits > 2, "ADD": add}
                 yield {**V, "codes": B, "scales": F, **sizes, **KEYS}, form
-        elif name in ("signs_mean", "ints_mean"):
+        elif name in ("efsignsgd_mean", "blockint_mean"):
             workers, block = (launcher.GROUP, 512) if add else (3, 0)
             form = {"BLOCK": block, "WORKERS": workers, "FIRST": not add, "DIVIDE": add, "TILE": T}
             arrays = {"scales": (F,) * workers, "out": F, "n": "i32", "divisor": "fp32"}
-            if name == "signs_mean":
+            if name == "efsignsgd_mean":
                 yield {"bits": (B,) * workers, **arrays}, form
             else:
                 for bits in (4,) if add else (8, 2):
                     yield {"codes": (B,) * workers, **arrays}, {**form, "BITS": bits}
-        elif name in ("normal_encode", "normal_mean"):
+        elif name in ("eden_encode", "eden_mean"):
             for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
                 form, keys = transforms.form_of(width, range(1 << bits)), {"start": "i64", "key0": "i32", "key1": "i32"}
                 floats = {"levels": ("fp32",) * (1 << bits), "middles": ("fp32",) * ((1 << bits) - 1), "root": "fp32"}
-                if name == "normal_encode":
+                if name == "eden_encode":
                     arrays = {**V, "codes": B, "scales": F, "streams": B, "n": "i32", **floats}
                     yield (
                         {**arrays, "divisor": "fp32", "stream": "i32", **keys},
@@ -79,7 +83,7 @@ def forms(name):
             sizes = {"n": "i32", "k": "i32", "tiles": "i32"}
             arrays = {"magnitudes": F, "bound": F, "counts": W, "ends": W, "values": F, "positions": W}
             yield {**V, **arrays, **sizes}, {"TILE": T, "ADD": add}
-        elif add and name == "signs_scales":
+        elif add and name == "efsignsgd_scales":
             yield {"sums": D, "scales": F, "n": "i64", "block": "i64", "tiles": "i32"}, {"TILE": 1024}
         elif add and name == "topk_counts":
             yield {"magnitudes": F, "bound": F, "counts": W, "n": "i32", "tiles": "i32"}, {"TILE": T}
@@ -93,7 +97,7 @@ def test_compiles(name, architecture):
         signature = {**types, **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=constants)
         options = {"enable_fp_fusion": False}
-        if name.startswith("normal"):
+        if name.startswith("eden"):
             options["num_warps"] = transforms.warps_of(constants["WIDTH"])
         found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert len(found.asm["cubin"]) > 1000

@@ -12,7 +12,6 @@ from typing import Any
 
 from grace.kernels.arrays import Arrays
 from grace.kernels.host import absent
-from grace.kernels.memories import Memories
 from grace.kernels.triton.quantisers import TritonQuantisers
 from grace.kernels.triton.sparsifiers import TritonSparsifiers
 from grace.kernels.triton.transforms import TritonTransforms
@@ -22,12 +21,8 @@ class TritonKernels:
     """The counterpart of `grace.kernels.host.HostKernels` for device tensors."""
 
     isa = "triton"
-    memories, arrays = absent(Memories), absent(Arrays)
+    arrays = absent(Arrays)
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self.quantisers, self.sparsifiers = TritonQuantisers(xp, give_up), TritonSparsifiers(xp, give_up)
         self.transforms = TritonTransforms(xp, give_up)
-
-    def within(self, log: Any, deferred: Any) -> TritonKernels:
-        """These kernels unchanged: a device needs no log and no deferral."""
-        return self

@@ -117,10 +117,10 @@ def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
 
 # -- signs -------------------------------------------------------------------------------------------------------------
 @triton.jit
-def signs_blocks(
+def efsignsgd_blocks(
     x, residual, bits, scales, n, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr
 ):
-    """`signs_encode` of ROWS blocks."""
+    """`efsignsgd_encode` of ROWS blocks."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * BLOCK
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
@@ -136,7 +136,7 @@ def signs_blocks(
 
 
 @triton.jit
-def signs_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+def efsignsgd_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
     """The sum of magnitudes of a tile of a large block: float64[blocks * tiles]."""
     _, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
@@ -145,8 +145,8 @@ def signs_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.c
 
 
 @triton.jit
-def signs_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
-    """The scale of a large block, from the result of `signs_sums`."""
+def efsignsgd_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
+    """The scale of a large block, from the result of `efsignsgd_sums`."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     parts = tl.zeros((TILE,), tl.float64)
@@ -157,7 +157,7 @@ def signs_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def signs_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+def efsignsgd_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
     """Bits of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8)
@@ -168,7 +168,7 @@ def signs_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, A
 
 
 @triton.jit
-def signs_mean(
+def efsignsgd_mean(
     bits, scales, out, n, divisor,
     BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -193,11 +193,11 @@ KEYS = ("table0", "table1", "key0", "key1")
 
 
 @triton.jit(do_not_specialize=KEYS)
-def ints_blocks(
+def blockint_blocks(
     x, residual, codes, scales, n, start, table0, table1, key0, key1, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`ints_encode` of ROWS blocks."""
+    """`blockint_encode` of ROWS blocks."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * BLOCK
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
@@ -215,7 +215,7 @@ def ints_blocks(
 
 
 @triton.jit
-def ints_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+def blockint_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
     """Raise a large block's scale, stored as int32 bits, to a tile's largest magnitude if that is larger."""
     place, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
@@ -224,7 +224,7 @@ def ints_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: 
 
 
 @triton.jit(do_not_specialize=KEYS)
-def ints_rest(
+def blockint_rest(
     x, residual, codes, scales, n, block, tiles, start, table0, table1, key0, key1, TILE: tl.constexpr,
     BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -241,11 +241,11 @@ def ints_rest(
 
 
 @triton.jit
-def ints_mean(
+def blockint_mean(
     codes, scales, out, n, divisor, BLOCK: tl.constexpr, BITS: tl.constexpr,
     WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`signs_mean`, for integers."""
+    """`efsignsgd_mean`, for integers."""
     EACH: tl.constexpr = 8 // BITS
     half: tl.constexpr = 1 << (BITS - 1)
     begin, left, byte, at, place = _received(n, BLOCK, TILE, EACH)
@@ -270,38 +270,40 @@ def ints_mean(
 class TritonQuantisers(Launcher):
     """Kernels of `Quantisers` for device tensors."""
 
-    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[tuple[Array, Array], Array]:
+    def efsignsgd_encode(self, x: Array, residual: Array | None, block: int) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m]; new residual (if there is a residual)."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         m = block_count(n, block or None)
-        bits, scales = xp.buffers.empty_payload(-(-n // 8), "uint8"), xp.buffers.empty_payload(m)
+        bits, scales = xp.buffers.empty(-(-n // 8), "uint8"), xp.buffers.empty(m)
         if n == 0:
             return (bits, scales), x
         v = x, x if residual is None else residual
         if 0 < block <= LARGE:
             rows, width = rows_of(block)
-            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, WIDTH=width, ADD=add)
+            self._launch(
+                efsignsgd_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, WIDTH=width, ADD=add
+            )
             return (bits, scales), x
         tiles, size = _tiles(n, block)
         sums = xp.buffers.empty(m * tiles, "float64")
-        self._launch(signs_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
-        self._launch(signs_scales, m, sums, scales, n, size, tiles, TILE=1024)
-        self._launch(signs_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
+        self._launch(efsignsgd_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
+        self._launch(efsignsgd_scales, m, sums, scales, n, size, tiles, TILE=1024)
+        self._launch(efsignsgd_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
         return (bits, scales), x
 
-    def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+    def efsignsgd_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
         payloads = fitted(self._xp, payloads, *sizes)
-        return self._mean(signs_mean, -(-n // TILE), payloads, out, n, BLOCK=block, TILE=TILE)
+        return self._mean(efsignsgd_mean, -(-n // TILE), payloads, out, n, BLOCK=block, TILE=TILE)
 
-    def ints_encode(
+    def blockint_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m]; new residual. ``rng``: round at random."""
         xp, (n,) = self._xp, x.shape
         m = block_count(n, block or None)
-        codes, scales = xp.buffers.empty_payload(-(-n * bits // 8), "uint8"), xp.buffers.empty_payload(m)
+        codes, scales = xp.buffers.empty(-(-n * bits // 8), "uint8"), xp.buffers.empty(m)
         if n == 0:
             return (codes, scales), x
         v = x, x if residual is None else residual
@@ -310,19 +312,19 @@ class TritonQuantisers(Launcher):
         if 0 < block <= LARGE:
             rows, width = rows_of(block)
             form |= {"BLOCK": block, "ROWS": rows, "WIDTH": width}
-            self._launch(ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, **form)
+            self._launch(blockint_blocks, -(-m // rows), *v, codes, scales, n, *noise, **form)
             return (codes, scales), x
         tiles, size = _tiles(n, block)
         most = scales.view(torch.int32).zero_()
-        self._launch(ints_largest, m * tiles, *v, most, n, size, tiles, TILE=TILE, ADD=form["ADD"])
-        self._launch(ints_rest, m * tiles, *v, codes, scales, n, size, tiles, *noise, TILE=TILE, **form)
+        self._launch(blockint_largest, m * tiles, *v, most, n, size, tiles, TILE=TILE, ADD=form["ADD"])
+        self._launch(blockint_rest, m * tiles, *v, codes, scales, n, size, tiles, *noise, TILE=TILE, **form)
         return (codes, scales), x
 
-    def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
+    def blockint_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
         payloads = fitted(self._xp, payloads, *sizes)
-        return self._mean(ints_mean, -(-n // TILE), payloads, out, n, BLOCK=block, BITS=bits, TILE=TILE)
+        return self._mean(blockint_mean, -(-n // TILE), payloads, out, n, BLOCK=block, BITS=bits, TILE=TILE)
 
 
 def _tiles(n: int, block: int) -> tuple[int, int]:

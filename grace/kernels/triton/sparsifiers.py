@@ -72,7 +72,7 @@ class TritonSparsifiers(Launcher):
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
         xp, (n,), add = self._xp, x.shape, residual is not None
-        values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
+        values, positions = xp.buffers.empty(k), xp.buffers.empty(k, "int32")
         if k == 0:
             return (values, positions), x
         tiles, v = -(-n // TILE), (x, residual if add else x)

@@ -22,7 +22,7 @@ Array = Any
 TILE = 2048
 """Number of elements per program, unless a block has more. They stay in registers: 16 to 32 per thread."""
 TOGETHER = 4
-"""Number of workers whose payloads a pass adds, as parameters of `normal_mean`."""
+"""Number of workers whose payloads a pass adds, as parameters of `eden_mean`."""
 
 
 # -- kernel helpers ----------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ SENT = tuple(name + str(worker) for name in ("codes", "scales", "streams") for w
 
 # Parts of messages lie anywhere: to compile a kernel for each combination of alignments would take minutes.
 @triton.jit(do_not_specialize=("stream", *KEYS), do_not_specialize_on_alignment=("codes", "scales", "streams"))
-def normal_encode(
+def eden_encode(
     x, residual, codes, scales, streams, n, levels, middles, root, divisor, stream, start, key0, key1,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
     BIASED: tl.constexpr, ADD: tl.constexpr,
@@ -139,7 +139,7 @@ def normal_encode(
 
 
 @triton.jit(do_not_specialize=KEYS, do_not_specialize_on_alignment=SENT)
-def normal_mean(
+def eden_mean(
     codes0, codes1, codes2, codes3, scales0, scales1, scales2, scales3, streams0, streams1, streams2, streams3,
     out, n, divisor, levels, root, start, key0, key1,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
@@ -175,7 +175,7 @@ def normal_mean(
 class TritonTransforms(Launcher):
     """Kernels of `Transforms` for device tensors."""
 
-    def normal_encode(
+    def eden_encode(
         self,
         x: Array,
         residual: Array | None,
@@ -188,25 +188,25 @@ class TritonTransforms(Launcher):
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload: codes, scales and streams; and the new residual (if there is a residual)."""
         xp, (n,), form = self._xp, x.shape, form_of(width, levels)
-        m, empty = block_count(n, width), xp.buffers.empty_payload
+        m, empty = block_count(n, width), xp.buffers.empty
         payload = empty(m * width // 8 * form["BITS"], "uint8"), empty(m), empty(m, "uint8")
         if n == 0:
             return payload, x
         v, how = (x, x if residual is None else residual), (width**0.5, divisor, stream, *_random(rng))
         self._launch(
-            normal_encode, -(-m // form["ROWS"]), *v, *payload, n, tuple(levels), tuple(middles), *how,
+            eden_encode, -(-m // form["ROWS"]), *v, *payload, n, tuple(levels), tuple(middles), *how,
             **form, BIASED=divisor != 0, ADD=residual is not None, num_warps=warps_of(width),
         )  # fmt: skip
         return payload, x
 
-    def normal_mean(
+    def eden_mean(
         self, payloads: Pairs, out: Array | None, n: int, width: int, levels: Sequence[float], rng: Rng
     ) -> Array:
         """Each worker's codes, scales and streams -> float32[n], in ``out`` if given."""
         form, m = form_of(width, levels), block_count(n, width)
         sizes = ("uint8", m * width // 8 * form["BITS"]), ("float32", m), ("uint8", m)
         return self._mean(
-            normal_mean, -(-m // form["ROWS"]), fitted(self._xp, payloads, *sizes), out, n,
+            eden_mean, -(-m // form["ROWS"]), fitted(self._xp, payloads, *sizes), out, n,
             tuple(levels), width**0.5, *_random(rng), group=TOGETHER, apart=True, **form, num_warps=warps_of(width),
         )  # fmt: skip
 

@@ -1,0 +1,190 @@
+"""Whether an exchange was applied: the rule for all integrations, and the windows that it decides.
+
+1. The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
+   changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
+   step says nothing of another's parameters.
+2. A parameter that no optimizer has stepped yet is applied when its weights are written or an optimizer over copies of
+   it steps.
+3. Means that are removed, zeroed or replaced before that are discarded, as if the exchange had not been; a pass that
+   adds to undecided means shares their fate.
+4. Where this cannot be known, they count as applied, and a message says so once. `Grace.commit`, `Grace.discard` and
+   `no_sync` say it exactly.
+
+This module knows no toolkit: the integrations observe steps, gradients and weights, and report them to a `Rule`.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Collection, Iterable, Set
+from typing import Any, Protocol
+
+BY_HAND = (
+    "the means of {!r} and others count as applied, as their weights changed and no optimizer has stepped them yet: "
+    "call grc.discard() after passes that you throw away"
+)
+OTHERS = (
+    "the means of {!r} and others count as applied, as an optimizer stepped that may hold copies of them: call "
+    "grc.discard() after passes that you throw away"
+)
+NOT_STEPPED = (
+    "the means of three exchanges were discarded, as the optimizer that holds {!r} did not step, although its weights "
+    "were written: call grc.commit() after an update by hand"
+)
+PATIENCE = 3
+"""Number of windows in a row, written by hand although an optimizer holds them, after which a warning follows."""
+
+
+class Window:
+    """The exchanges that one decision covers; counted as a step at its first applied tensor."""
+
+    __slots__ = ("counted", "names")
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """Its undecided tensors."""
+        self.counted = False
+
+
+class Windows:
+    """The tensors whose last exchange is undecided, each in a window."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Window] = {}
+        self._digests: dict[str, int] = {}
+        self._latest = Window()
+        self.digest = 0
+        """A running sum of all decisions, independent of their order, by which workers compare them."""
+        self.recent: dict[str, str] = {}
+        """The decisions since the last exchange, by tensor, for an error message."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of
+
+    @property
+    def names(self) -> Set[str]:
+        """The undecided tensors."""
+        return self._of.keys()
+
+    def add(self, names: Collection[str]) -> None:
+        """Add the tensors of an exchange. Undecided tensors of earlier exchanges share the decision."""
+        if self._latest.counted or not self._latest.names:
+            self._latest = Window()
+        for name in names:
+            if (held := self._of.get(name)) is not None and held is not self._latest:
+                held.names.discard(name)
+            self._of[name] = self._latest
+            if name not in self._digests:
+                self._digests[name] = zlib.crc32(name.encode())
+        self._latest.names.update(names)
+        self.recent = {}
+
+    def close(self, names: Collection[str], applied: bool, tracing: bool = False) -> int:
+        """Decide undecided tensors: returns the number of windows that are applied, or discarded, by this.
+
+        ``tracing``: in a graph, which one worker may trace more often than another: the digest stays.
+        """
+        windows, number = dict.fromkeys(map(self._of.pop, names)), 0
+        self.recent.update(dict.fromkeys(names, "applied" if applied else "discarded"))
+        for window in windows:
+            window.names.difference_update(names)
+            if applied:
+                number += not window.counted
+                window.counted = True
+            else:
+                number += not window.counted and not window.names
+        if not tracing:
+            factor = 2 if applied else 3
+            self.digest = (self.digest + factor * sum(map(self._digests.__getitem__, names))) & 0xFFFFFFFF
+        return number
+
+    def note(self, names: Iterable[str], what: str) -> None:
+        """Add what happened to some tensors to what the workers compare."""
+        for name in names:
+            self.recent[name] = what
+            self.digest = (self.digest + zlib.crc32(f"{name} {what}".encode())) & 0xFFFFFFFF
+
+    def restart(self, step: int) -> None:
+        """Forget all decisions, as at the start of a run or after a state of this step was loaded."""
+        self._of, self._latest, self.recent = {}, Window(), {}
+        self.digest = step * 97 & 0xFFFFFFFF
+
+
+class Decides(Protocol):
+    """What the rule needs of a Grace."""
+
+    @property
+    def undecided(self) -> Set[str]: ...
+    def decide(self, applied: Iterable[str] = (), discarded: Iterable[str] = (), when: Any = None) -> None: ...
+
+
+class Rule:
+    """The rule for one Grace. Sets of tensors are given by name; those that are decided are ignored."""
+
+    def __init__(self, grace: Decides):
+        self._grace = grace
+        self.owned: set[str] = set()
+        """The tensors held by an optimizer that has completed a step."""
+        self.others = False
+        """Whether an optimizer without tensors of this Grace has stepped since the last exchange."""
+        self.dropped = 0
+        """Number of exchanges since the last step whose means were removed, not discarded by a call."""
+        self._said: set[str] = set()
+        self._by_hand = 0  # number of windows in a row that were written by hand and discarded
+
+    @property
+    def unowned(self) -> set[str]:
+        """Undecided tensors that no optimizer has stepped yet."""
+        return set(self._grace.undecided) - self.owned
+
+    def exchanged(self) -> None:
+        """An exchange has ended."""
+        self.others = False
+
+    def stepped(self, held: Set[str], present: Set[str], changed: bool, when: Any = None) -> None:
+        """An optimizer has completed a step.
+
+        ``held``: its tensors; ``present``: those whose means were their gradients; ``changed``: whether the step
+        changed a parameter or the optimizer's state; ``when``: the same as a flag on a device, bool[].
+        """
+        self.owned |= held
+        undecided = self._grace.undecided & held
+        if undecided and changed:
+            self._grace.decide(undecided & present, undecided - present, when)
+            self._by_hand = self.dropped = 0
+
+    def copies_stepped(self, loose: Set[str]) -> None:
+        """An optimizer over copies of all parameters, such as float32 masters, has completed a step.
+
+        ``loose``: tensors that no living optimizer holds.
+        """
+        self._grace.decide(self.unowned & loose)
+
+    def passed(self, removed: Set[str], written: Set[str], loose: Set[str] = frozenset()) -> None:
+        """A backward pass begins, or the state is asked for.
+
+        ``removed``: tensors whose means were removed or zeroed; ``written``: those whose weights were written since
+        the exchange; ``loose``: those that no living optimizer holds.
+        """
+        applied = self.unowned & written
+        if applied:
+            self._say(BY_HAND, applied)
+        if self.others and (doubtful := (self.unowned & removed & loose) - applied):
+            self._say(OTHERS, doubtful)
+            applied |= doubtful
+        discarded = (self._grace.undecided & removed) - applied
+        self.dropped += bool(discarded)
+        if by_hand := discarded & written:
+            self._by_hand += 1
+            if self._by_hand == PATIENCE:
+                self._say(NOT_STEPPED, by_hand)
+        self._grace.decide(applied, discarded)
+
+    def _say(self, message: str, names: Iterable[str]) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message.format(min(names)), stacklevel=6)

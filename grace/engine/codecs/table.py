@@ -1,0 +1,127 @@
+"""Which kernels stand in for a method's plain functions: a table by the method's exact type.
+
+Groups (`grace.engine.groups`) do without. These calls serve a single tensor: methods and communicators without groups,
+TensorFlow, and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core.errors import Unavailable
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "quantisers": (
+        *("compressors.efsignsgd", "compressors.onebit", "compressors.blockint", "compressors.qsgd"),
+        *("compressors.terngrad", "compressors.signsgd", "compressors.signum", "compressors.threelc"),
+        *("compressors.inceptionn", "compressors.sketch", "compressors.bf16", "compressors.fp8"),
+        *("compressors.natural", "compressors.natural_dithering", "compressors.dettmers8", "compressors.shared_int"),
+    ),
+    "transforms": ("compressors.eden", "compressors.thc", "compressors.demo"),
+    "sparsifiers": (
+        *("compressors.topk", "compressors.dgc", "compressors.threshold", "compressors.sidco"),
+        *("compressors.randomk", "compressors.chunktopk", "compressors.adaq", "compressors.cltk"),
+        *("compressors.chain", "compressors.stc", "compressors.qsparse"),
+    ),
+    "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
+}
+"""By module of this package, which has a dictionary CALLS: the modules of its methods."""
+_PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
+
+Encode = Callable[[Any, Array, Array | None, Context], tuple[Payload, Array] | None]
+Compress = Callable[[Any, Array, State, Context], MaybeProgram[tuple[Payload, State]] | None]
+Residual = Callable[[Any, Array, Payload, Context], Array | None]
+Mean = Callable[[Any, Sequence[Payload], Array | None, Context], Array | None]
+
+
+class Calls(NamedTuple):
+    """Functions in place of a compressor's own. Each returns None where the backend lacks its kernel."""
+
+    encode: Encode | None = None
+    """(compressor, x, residual, ctx): the payload of x + residual, and the new residual, in x's memory.
+
+    If ``residual`` is None, the payload is that of x, and the second result is unused.
+    """
+    compress: Compress | None = None
+    """`Compressor.compress`, for a method without ``encode``, or with a memory other than standard error feedback."""
+    residual: Residual | None = None
+    """`Compressor.residual`. x is donated."""
+    mean: Mean | None = None
+    """(compressor, payloads, out, ctx): `Compressor.aggregate`, written to float32[n] ``out`` unless that is None."""
+
+
+_NONE = Calls()
+
+
+@cache
+def calls_of(kind: type[Compressor]) -> Calls:
+    """The calls of a compressor's exact type. A subclass has none: it may override any method."""
+    family = _PLACES.get(kind.__module__)
+    return _NONE if family is None else table(family).get(kind, _NONE)
+
+
+def table(family: str) -> dict[type, Calls]:
+    """The calls of a family, by type. Importing it imports its methods."""
+    found: dict[type, Calls] = import_module(f"grace.engine.codecs.{family}").CALLS
+    return found
+
+
+def kernel(ctx: Context, family: str, name: str) -> Any:
+    """A kernel of the backend; None if it has no such kernel."""
+    found = ctx.xp.kernels
+    return getattr(getattr(found, family), name) if found else None
+
+
+def with_kernel(family: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a function of `Calls`, which gets this kernel as its first argument; None without the kernel."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(compressor: Any, *args: Any) -> Any:
+            found = kernel(args[-1], family, name)
+            return None if found is None else function(found, compressor, *args)
+
+        return called
+
+    return decorated
+
+
+def encode(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+    """`Calls.encode`; None without a kernel. x is donated."""
+    call = calls_of(type(compressor)).encode
+    try:
+        return None if call is None else call(compressor, x, residual, ctx)
+    except Unavailable:
+        return None
+
+
+def compress(compressor: Compressor, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
+    """`Compressor.compress`, by a kernel if there is one."""
+    call = calls_of(type(compressor)).compress
+    found = None if call is None else call(compressor, x, state, ctx)
+    return compressor.compress(x, state, ctx) if found is None else found
+
+
+def residual(compressor: Compressor, x: Array, payload: Payload, ctx: Context) -> Array:
+    """`Compressor.residual`, by a kernel if there is one. x is donated."""
+    call = calls_of(type(compressor)).residual
+    found = None if call is None else call(compressor, x, payload, ctx)
+    return compressor.residual(x, payload, ctx) if found is None else found
+
+
+def mean(compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+    """`Calls.mean`; None without a kernel."""
+    call = calls_of(type(compressor)).mean
+    try:
+        return None if call is None else call(compressor, payloads, out, ctx)
+    except Unavailable:
+        return None
+
+
+def decode(compressor: Compressor, payload: Payload, ctx: Context) -> Array:
+    """`Compressor.decompress`, by a kernel if there is one."""
+    found = mean(compressor, [payload], None, ctx) if ctx.size else None
+    return compressor.decompress(payload, ctx) if found is None else found

@@ -1,0 +1,85 @@
+"""A launched message: the programs of its units and groups, which the scheduler runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grace.core import Array, Program
+from grace.core.collectives import Reduce
+from grace.engine.buckets import Unit
+from grace.engine.groups.book import Layout
+from grace.engine.scheduler import RoundScheduler
+from grace.engine.setup import DENSE, JOINED, PRESENT, SAMPLE, Setup
+
+Vectors = Mapping[Unit, Array]
+
+
+class Flight:
+    """The units of one message, their gradients as vectors, and the exchange of these.
+
+    ``flat``: each unit's vector, whose memory the mean may take. ``levels``: each unit's policy level. ``layout``: the
+    groups among the units. ``presence``: the values that are summed over the workers; empty for none. ``samples``: of
+    some units a sample that is averaged exactly. ``last``: the message before this one.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        name: str,
+        flat: Vectors,
+        levels: Mapping[Unit, int],
+        layout: Layout,
+        presence: Sequence[float] = (),
+        samples: Vectors | None = None,
+        last: RoundScheduler | None = None,
+    ):
+        self._setup, self.flat, self.levels, self.layout = setup, flat, levels, layout
+        self.step = setup.step.read()
+        self.plain = dict.fromkeys(unit for unit in layout.rest if setup.plain(unit, levels[unit]))
+        """Units that travel uncompressed, each as an array of its own: an ordered set."""
+        xp = setup.xp
+        programs: dict[str, Program[Any]] = {}
+        for each in layout.groups:
+            programs[each.name] = each.group.exchange(each.addresses(xp, flat), self.step)
+        programs |= {unit.name: self._program(unit) for unit in layout.rest if unit not in self.plain}
+        if layout.dense is not None:
+            whole, _ = xp.buffers.copies([flat[unit] for unit in layout.dense.units])
+            programs[JOINED] = _first(_reduced((whole,), "mean", True))
+        if self.plain:
+            sent = (xp.cast(flat[unit], setup.wire_dtype(unit, levels[unit])) for unit in self.plain)
+            programs[DENSE] = _reduced(tuple(sent), "mean")
+        if presence:
+            programs[PRESENT] = _first(_reduced((xp.asarray(presence, "float32"),), "sum"))
+        if samples:
+            programs[SAMPLE] = _reduced((xp.concat(list(samples.values())),), "mean")
+        with xp.quiet():
+            before = None if last is None or last.depart() else last
+            label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow accepts
+            try:
+                self.scheduler = RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before)
+            except BaseException:
+                self.undo()
+                raise
+
+    def _program(self, unit: Unit) -> Program[Any]:
+        setup, level = self._setup, self.levels[unit]
+        way = setup.ways.at(unit.name, level)
+        # A traced array is valid only in its own part of the graph.
+        ctx = setup.context(unit, self.step, {} if setup.xp.mutable else None)
+        return way.communicator.reduce(self.flat[unit], way.encoder, setup.store.state(unit, level), ctx)
+
+    def undo(self) -> None:
+        """Keep the groups' state from before the exchange, unless it has been committed."""
+        for each in self.layout.groups:
+            each.group.undo()
+
+
+def _reduced(arrays: tuple[Array, ...], op: Any, donated: bool = False) -> Program[tuple[Array, ...]]:
+    found = yield Reduce(arrays, op, donated=donated)
+    return found
+
+
+def _first(program: Program[tuple[Array, ...]]) -> Program[Array]:
+    (found,) = yield from program
+    return found

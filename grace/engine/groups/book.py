@@ -1,0 +1,148 @@
+"""Which units of a message form groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from grace.backends import Backend
+from grace.core import Context, Memory
+from grace.engine.buckets import Unit
+from grace.engine.groups.cells import RowCell
+from grace.kernels.host import HostKernels
+
+if TYPE_CHECKING:
+    from grace.engine.groups.exchanges import Group
+
+KEPT = 64
+"""Number of layouts that are kept: those of buckets, of parts of a model, of a policy's levels."""
+
+
+class Grouped(NamedTuple):
+    """Units that form one group."""
+
+    name: str
+    """That of its program."""
+    group: Group
+    units: tuple[Unit, ...]
+    counts: dict[str, list[int]]
+    """What `Meter` counts for an exchange."""
+    names: tuple[str, ...]
+    """The tensor of each unit; empty unless each has one, of float32."""
+    name_set: frozenset[str]
+
+    def addresses(self, xp: Any, flat: Mapping[Unit, Any]) -> list[int]:
+        """The addresses of the units' vectors."""
+        found: list[int] = xp.buffers.addresses([flat[unit] for unit in self.units])
+        return found
+
+
+class Dense(NamedTuple):
+    """Units that travel uncompressed, as one vector of float32, each of one tensor."""
+
+    units: tuple[Unit, ...]
+    counts: dict[str, list[int]]
+    names: tuple[str, ...]
+
+
+class Layout(NamedTuple):
+    """The groups among the units of a message."""
+
+    groups: Sequence[Grouped] = ()
+    dense: Dense | None = None
+    rest: tuple[Unit, ...] = ()
+    """The units that are exchanged one by one."""
+
+
+class Parts(Protocol):
+    """What a `GroupBook` needs of a `Setup`."""
+
+    ways: Any
+    store: Any
+    offload: Any
+    method: Any
+
+    @property
+    def xp(self) -> Backend: ...
+    def plain(self, unit: Unit, level: int) -> bool: ...
+    def wire_dtype(self, unit: Unit, level: int) -> str: ...
+    def context(self, unit: Unit, step: Any) -> Context: ...
+
+
+class GroupBook:
+    """The groups of a Grace, laid out when their units are first exchanged together."""
+
+    def __init__(self, setup: Parts):
+        self._setup = setup
+        self._known: dict[Any, Layout] = {}
+
+    def of(self, levels: Mapping[Unit, int]) -> Layout:
+        """The groups among these units at their levels."""
+        if not self._setup.xp.mutable:
+            return Layout(rest=tuple(levels))
+        kernels = self._setup.xp.kernels
+        library = kernels.library if isinstance(kernels, HostKernels) else None
+        key = (library, *levels.items())
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self._laid_out(levels, library)
+        self._known[key] = found  # the latest last
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def clear(self) -> None:
+        """Forget all groups, as the tensors change."""
+        self._known.clear()
+
+    def _laid_out(self, levels: Mapping[Unit, int], library: Any) -> Layout:
+        setup = self._setup
+        alike: dict[Any, list[Unit]] = {}
+        for unit, level in levels.items() if library is not None else ():
+            if (key := self._kind(unit, level)) is not None:
+                alike.setdefault(key, []).append(unit)
+        groups = []
+        for number, (((kind, _), level), units) in enumerate(alike.items()):
+            method, communicator = setup.ways[level].method, setup.ways[level].communicator
+            contexts = [setup.context(unit, 0) for unit in units]
+            cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
+            group = kind(setup.xp, library, method, communicator, contexts, cells)
+            counts = {unit.name: [*traffic, 1] for unit, traffic in zip(units, group.traffic, strict=True)}
+            names = tuple(unit.tensors[0].name for unit in units) if all(map(_simple, units)) else ()
+            groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names)))
+        together = {unit for each in groups for unit in each.units}
+        dense = tuple(unit for unit, level in levels.items() if self._joins(unit, level))
+        together.update(dense)
+        counts = {unit.name: [4 * unit.size, 4 * unit.size, 1] for unit in dense}
+        rest = tuple(unit for unit in levels if unit not in together)
+        joined = Dense(dense, counts, tuple(unit.tensors[0].name for unit in dense)) if dense else None
+        return Layout(groups, joined, rest)
+
+    def _joins(self, unit: Unit, level: int) -> bool:
+        # Whether a unit travels uncompressed, as float32, and without a state.
+        setup = self._setup
+        if not _simple(unit) or not setup.plain(unit, level) or setup.wire_dtype(unit, level) != "float32":
+            return False
+        if setup.ways.at(unit.name, level).communicator.reduce_scatters:
+            return False
+        memory = type(setup.method.memory)
+        return memory.after_dense_mean is Memory.after_dense_mean and not setup.store.any(unit, 0)
+
+    def _kind(self, unit: Unit, level: int) -> Any:
+        # What units must share to form a group; None for a unit that is exchanged by itself.
+        from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
+
+        setup = self._setup
+        if setup.plain(unit, level) or unit.narrow or unit.dtype != "float32":
+            return None
+        if setup.offload is not None and unit.name in setup.offload.units:
+            return None
+        way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)
+        kind = kind_of(way.method, way.communicator, setup.context(unit, 0), cells)
+        if kind is None or any(not isinstance(cell, RowCell) for cell in cells.values()):
+            return None
+        return kind, setup.ways.level(unit.name, level)
+
+
+def _simple(unit: Unit) -> bool:
+    return len(unit.tensors) == 1 and unit.tensors[0].dtype == "float32"

@@ -1,0 +1,302 @@
+"""The exchange of a group: encode, send, and decode all its units by one call each."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.backends import Backend
+from grace.core import Array, Compressor, Context, Program
+from grace.core.collectives import AllToAll, Gather
+from grace.core.dtypes import ITEMSIZE
+from grace.core.errors import sent_by
+from grace.core.gathered import GatheredPayloads
+from grace.core.method import Method
+from grace.core.sharding import cuttable
+from grace.engine.groups.cells import RowCell
+from grace.engine.groups.native import Decoder, Encoder, Message, Point
+from grace.engine.groups.recipes import recipe
+from grace.kernels import Library
+from grace.kernels.rows import Refused
+
+RESIDUAL = "memory/residual"
+FLOAT = ITEMSIZE["float32"]
+
+
+class Feedback:
+    """The residuals of the points of one encoding."""
+
+    def __init__(self, xp: Backend, cells: Sequence[RowCell], points: Sequence[Point], starts: Sequence[int]):
+        self._xp = xp
+        self._table, self._which = cells[0].table, np.array([cell.number for cell in cells], np.int64)
+        self._bytes = FLOAT * np.array(starts, np.int64)
+        self._sizes = [FLOAT * point.ctx.size for point in points]
+        self._x: Any = None  # addresses of the encoded vectors, until the exchange has ended
+        self._old = self._new = self._bytes
+
+    def hold(self) -> None:
+        """Keep the residuals from before the next exchange until it is decided."""
+        self._table.hold(self._which)
+
+    def begin(self, x: Any) -> tuple[Any, Any]:
+        """The addresses of the old and of the new residuals, for vectors at the addresses x."""
+        self._x = x
+        self._old = self._table.old(self._which) + self._bytes
+        self._new = self._table.new(self._which) + self._bytes
+        self._table.flights.append(self)
+        return self._old, self._new
+
+    def before(self, number: int, row: Array) -> Array | None:
+        """A row as it was before this exchange, which has swapped it with x; None if it has not."""
+        mine = np.flatnonzero((self._which == number) & (self._old == self._new)).tolist()
+        if not mine:
+            return None
+        found = self._xp.buffers.copy(row)
+        base = self._xp.buffers.address(found)
+        for each in mine:
+            ctypes.memmove(base + int(self._bytes[each]), int(self._x[each]), self._sizes[each])
+        return found
+
+    def end(self, ok: Any = None) -> None:
+        """Keep the new residuals where ``ok``, bool[points], by default everywhere. x must be as it was encoded."""
+        if self._x is None:
+            return
+        x, self._x = self._x, None
+        self._table.flights.remove(self)
+        if ok is None:
+            self._table.advance(self._which)
+            return
+        for number in np.flatnonzero(~ok & (self._old == self._new)).tolist():
+            ctypes.memmove(int(self._old[number]), int(x[number]), self._sizes[number])
+        self._table.advance(self._which[ok])
+
+    def undo(self) -> None:
+        """Keep the old residuals."""
+        self.end(np.zeros(len(self._which), bool))
+
+
+class Landed:
+    """The messages of an exchange, from which its means are decoded."""
+
+    def __init__(self, received: Sequence[Any], addresses: Any, step: int):
+        self.addresses, self.step = addresses, step
+        self._received = received  # kept alive, since decoders only have addresses
+
+
+class Group(ABC):
+    """Units with one method and communicator, encoded and decoded by the native library.
+
+    ``cells``: of each unit, the state's cells by key. ``x``: the addresses of the units' vectors, float32[n].
+    """
+
+    def __init__(
+        self,
+        xp: Backend,
+        library: Library,
+        method: Method,
+        communicator: Any,
+        contexts: Sequence[Context],
+        cells: Sequence[Mapping[str, RowCell]],
+    ):
+        self.xp, self.library, self.method, self.communicator = xp, library, method, communicator
+        self.contexts, self.cells = contexts, cells
+        self.feedback: list[Feedback] = []
+
+    @abstractmethod
+    def exchange(self, x: Sequence[int], step: int) -> Program[Any]:
+        """Encode the vectors at x, and send them; returns what `finish` needs."""
+
+    @abstractmethod
+    def finite(self, landed: Any) -> list[bool] | None:
+        """Whether the mean of each unit is finite; None if all are."""
+
+    @abstractmethod
+    def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        """Keep the new state of units where ``ok``, by default of all, and write the means of all to x."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> list[tuple[int, int]]:
+        """Bytes of payloads that each unit sends and receives in an exchange."""
+
+    def hold(self) -> None:
+        """Keep the state from before the next exchange until it is decided."""
+        for each in self.feedback:
+            each.hold()
+
+    def undo(self) -> None:
+        """Keep the state from before an exchange that fails."""
+        for each in self.feedback:
+            each.undo()
+
+    def _encoded(self, encoder: Encoder, feedback: Feedback | None, x: Any, step: int) -> Array:
+        message = self.xp.buffers.empty((encoder.message.size,), "uint8")
+        old, new = (0, 0) if feedback is None else feedback.begin(x)
+        encoder.encode(x, old, new, self.xp.buffers.address(message), step)
+        return message
+
+    def _addresses(self, received: Sequence[Any]) -> Any:
+        if isinstance(received, GatheredPayloads):
+            return np.array(received.addresses()[0], np.int64)
+        return np.array([self.xp.buffers.address(array) for (array,) in received], np.int64)
+
+    def _decoded(self, decoder: Decoder, addresses: Any, out: Any, step: int) -> None:
+        try:
+            decoder.mean(addresses, out, step)
+        except Refused as error:
+            self._name_sender(decoder, error.row, addresses, step)
+            raise
+
+    def _name_sender(self, decoder: Decoder, number: int, addresses: Any, step: int) -> None:
+        # Raise ValueError that names the worker whose payload of a point cannot be decoded by itself.
+        compressor, ctx = self.method.compressor, decoder.points[number].ctx._with(step=step)
+        for worker, arrays in decoder.payloads(number, addresses):
+            payload = tuple(self.xp.asarray(array, array.dtype.name) for array in arrays)
+            with sent_by(worker, compressor, ctx):
+                compressor.decompress(payload, ctx)
+
+
+class GatheredGroup(Group):
+    """The exchange of communicator "allgather"."""
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        compressor = self.method.compressor
+        self._points = [_point(compressor, ctx) for ctx in self.contexts]
+        self._message, workers = Message(self._points), self.contexts[0].world_size
+        self._encoder = Encoder(self.library, self._points, self._message, self.xp.threads)
+        senders = np.tile(np.arange(workers), (len(self._points), 1))
+        self._decoder = Decoder(self.library, self._points, self._message.places, senders, self.xp.threads)
+        if RESIDUAL in self.cells[0]:
+            cells = [each[RESIDUAL] for each in self.cells]
+            self.feedback = [Feedback(self.xp, cells, self._points, [0] * len(cells))]
+
+    def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
+        places = np.array(x, np.int64)
+        message = self._encoded(self._encoder, self.feedback[0] if self.feedback else None, places, step)
+        received = yield Gather((message,))
+        return Landed(received, self._addresses(received), step)
+
+    def finite(self, landed: Landed) -> list[bool] | None:
+        found = self._decoder.finite(landed.addresses)
+        return None if found is None else found.tolist()
+
+    def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        for each in self.feedback:
+            each.end(None if ok is None else np.array(ok))
+        self._decoded(self._decoder, landed.addresses, np.array(x, np.int64), landed.step)
+
+    @property
+    def traffic(self) -> list[tuple[int, int]]:
+        others = self.contexts[0].world_size - 1
+        return [(size, size * others) for size in map(_bytes, self._points)]
+
+
+class TwoStageGroup(Group):
+    """The exchange of communicator "twostage"."""
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        compressor, (rank, workers) = self.method.compressor, (self.contexts[0].rank, self.contexts[0].world_size)
+        owned = [self.communicator.owned(compressor, ctx) for ctx in self.contexts]
+        # Shards in the order of units: the first compression of each, and the second one, of means.
+        shards = [(unit, owner, ctx) for unit, each in enumerate(owned) for owner, ctx in each.items() if ctx.size]
+        self._unit = np.array([unit for unit, _, _ in shards], np.int64)
+        self._owner = np.array([owner for _, owner, _ in shards], np.int64)
+        self._starts = np.array([ctx.offset - self.contexts[unit].offset for unit, _, ctx in shards], np.int64)
+        self._own = np.flatnonzero(self._owner == rank)
+        self._first = [_point(compressor, ctx, owner) for _, owner, ctx in shards]
+        self._second = [_point(compressor, ctx.stage("server"), owner) for _, owner, ctx in shards]
+        mine = [self._first[number] for number in self._own]
+        self._server = [self._second[number]._replace(destination=0) for number in self._own]
+        self._sent, self._again = Message(self._first, workers), Message(self._second, workers)
+        self._sizes = tuple(((end - begin,),) for begin, end in self._again.parts)
+        threads, library = self.xp.threads, self.library
+        self._encoder = Encoder(library, self._first, self._sent, threads)
+        self._decoder = Decoder(library, self._second, self._again.places, self._owner[:, None], threads)
+        self._scratch = np.cumsum([0, *(FLOAT * point.ctx.size for point in mine)])
+        if mine:
+            senders = np.tile(np.arange(workers), (len(mine), 1))
+            self._average = Decoder(library, mine, self._sent.at(self._own.tolist()), senders, threads)
+            self._recode = Encoder(library, self._server, Message(self._server), threads)
+        self._means: Array = None  # memory of the means of this worker's shards, which may take the old residuals
+        self._set_up_feedback([place for each in owned for place, ctx in enumerate(each.values()) if ctx.size])
+
+    def _set_up_feedback(self, places: Sequence[int]) -> None:
+        # ``places``: of each shard, its place among those of its unit.
+        whole = cuttable(self.method.compressor)
+        keys = [f"worker/{RESIDUAL}" if whole else f"worker.{place}/{RESIDUAL}" for place in places]
+        found = [self.cells[unit].get(key) for unit, key in zip(self._unit, keys, strict=True)]
+        cells = [cell for cell in found if cell is not None]
+        self._worker = self._again_feedback = None
+        if cells:
+            self._worker = Feedback(self.xp, cells, self._first, self._starts.tolist() if whole else [0] * len(cells))
+        server = [self.cells[self._unit[number]].get(f"server/{RESIDUAL}") for number in self._own]
+        if any(cell is not None for cell in server):
+            self._again_feedback = Feedback(self.xp, [cell for cell in server if cell], self._server, [0] * len(server))
+        self.feedback = [each for each in (self._worker, self._again_feedback) if each is not None]
+
+    def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
+        message = self._encoded(self._encoder, self._worker, self._at(x), step)
+        received = yield AllToAll(tuple((message[begin:end],) for begin, end in self._sent.parts))
+        again = self.xp.zeros((0,), "uint8")
+        if len(self._own):
+            self._means = self.xp.buffers.empty((int(self._scratch[-1]) // FLOAT,))
+            places = self.xp.buffers.address(self._means) + self._scratch[:-1]
+            self._decoded(self._average, self._addresses(received), places, step)
+            again = self._encoded(self._recode, self._again_feedback, places, step)
+        gathered = yield Gather((again,), shapes=self._sizes)
+        return Landed(gathered, self._addresses(gathered), step)
+
+    @property
+    def _rank(self) -> int:
+        return int(self.contexts[0].rank)
+
+    def _at(self, x: Sequence[int]) -> Any:
+        # The address of each shard.
+        return np.array(x, np.int64)[self._unit] + FLOAT * self._starts
+
+    def finite(self, landed: Landed) -> list[bool] | None:
+        found = self._decoder.finite(landed.addresses)
+        if found is None:
+            return None
+        ok = np.ones(len(self.contexts), bool)
+        np.logical_and.at(ok, self._unit, found)
+        return list(map(bool, ok))
+
+    def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        kept = None if ok is None else np.array(ok)[self._unit]
+        if self._worker is not None:
+            self._worker.end(kept)
+        if self._again_feedback is not None:
+            self._again_feedback.end(None if kept is None else kept[self._own])
+        self._means = None
+        self._decoded(self._decoder, landed.addresses, self._at(x), landed.step)
+
+    @property
+    def traffic(self) -> list[tuple[int, int]]:
+        found = [[0, 0] for _ in self.contexts]
+        workers = self.contexts[0].world_size
+        for number, (unit, owner) in enumerate(zip(self._unit, self._owner, strict=True)):
+            size, again = _bytes(self._first[number]), _bytes(self._second[number])
+            if owner == self._rank:
+                found[unit][0] += again
+                found[unit][1] += size * (workers - 1)
+            else:
+                found[unit][0] += size
+                found[unit][1] += again
+        return [(sent, received) for sent, received in found]
+
+
+def _point(compressor: Compressor, ctx: Context, destination: int = 0) -> Point:
+    found = recipe(compressor, ctx)
+    assert found is not None
+    return Point(ctx, found, destination)
+
+
+def _bytes(point: Point) -> int:
+    return sum(ITEMSIZE[dtype] * length for _, dtype, length in point.recipe.arrays)

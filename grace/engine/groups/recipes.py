@@ -1,0 +1,129 @@
+"""How native kernels encode and average the payloads of a method: which kernel, and its arguments for a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from grace.compressors.blockint import BlockInt
+from grace.compressors.eden import Eden
+from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.onebit import OneBit
+from grace.compressors.qsgd import QSGD
+from grace.compressors.sparse import kept
+from grace.compressors.terngrad import TernGrad
+from grace.compressors.topk import TopK
+from grace.core import Compressor, Context
+from grace.kernels.schema import CODECS
+from grace.ops import index_coding
+from grace.ops.hadamard import STREAMS, width_of
+from grace.ops.packing import packed_size
+
+PLANES = 4
+"""Number of planes of the lower bits of coded positions; some of them may be empty."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The kernels for one tensor."""
+
+    encode: str
+    mean: str
+    arrays: tuple[tuple[str, str, int], ...]
+    """Of each array of the payload the kernels' argument, the dtype, and the length."""
+    how: Mapping[str, int]
+    """Arguments of both kernels."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a kernel that has them: numbers, or float32 arrays."""
+    draws: str = ""
+    """The label of the random stream that is drawn from, by all workers alike if ``shared``."""
+    shared: bool = False
+    noise: bool = False
+    """Whether the kernel takes noise (`grace.core.rng.Rng.noise`) instead of random words alone."""
+    counted: bool = False
+    """Whether the mean takes the number of elements that each worker sent."""
+    coded: Mapping[str, int] | None = None
+    """Arguments of the kernels that code positions, if they are sent coded, in `PLANES` planes and "upper"."""
+
+
+def recipe(compressor: Compressor, ctx: Context) -> Recipe | None:
+    """The recipe of a tensor with the element count and the position of ``ctx``; None if there is none."""
+    find = RECIPES.get(type(compressor))
+    return None if find is None else find(compressor, ctx)
+
+
+def _coded(name: str, n: int, how: Mapping[str, int], **more: Any) -> Recipe:
+    codec = CODECS[name]
+    arrays = tuple((array, *form) for array, form in zip(codec.arrays, codec.sizes(n, *how.values()), strict=True))
+    return Recipe(codec.encode, codec.mean, arrays, how, **more)  # type: ignore[arg-type]
+
+
+def _signs(compressor: EFSignSGD, ctx: Context) -> Recipe:
+    return _coded("efsignsgd", ctx.size, {"block": compressor.block_size})
+
+
+def _halves(compressor: OneBit, ctx: Context) -> Recipe:
+    return _coded("onebit", ctx.size, {"block": compressor.block_size})
+
+
+def _integers(compressor: BlockInt, ctx: Context) -> Recipe:
+    how, random = {"block": compressor.block_size, "bits": compressor.bits}, compressor.traits.unbiased
+    return _coded("blockint", ctx.size, how, draws="round" if random else "", noise=random)
+
+
+def _levels(compressor: QSGD, ctx: Context) -> Recipe:
+    how = {"block": compressor.bucket_size, "bits": compressor.bits, "levels": compressor.quantum_num}
+    return _coded("qsgd", ctx.size, how, draws="round", noise=True)
+
+
+def _ternary(compressor: TernGrad, ctx: Context) -> Recipe | None:
+    how = {"block": compressor.block_size, "bits": 2, "levels": 0}
+    return None if compressor.clip else _coded("qsgd", ctx.size, how, draws="round")
+
+
+def _rotated(compressor: Eden, ctx: Context) -> Recipe:
+    width = width_of(ctx, compressor.block_size)
+    divisor = compressor.divisor(width) if compressor.biased else 0.0
+    more = {**_tables(compressor.bits), "divisor": divisor, "stream": ctx.rank % STREAMS}
+    how = {"width": width, "bits": compressor.bits}
+    return _coded("eden", ctx.size, how, more=more, draws="rotation", shared=True)
+
+
+@cache
+def _tables(bits: int) -> dict[str, Any]:
+    compressor = Eden(bits=bits)
+    found = {"levels": compressor.levels(), "middles": compressor.middles()}
+    return {name: np.array(values, np.float32) for name, values in found.items()}
+
+
+def _largest(compressor: TopK, ctx: Context) -> Recipe | None:
+    if compressor.selector != "exact":
+        return None
+    k, coding = kept(compressor.compress_ratio, ctx.size), compressor.elements.coding(ctx.size)
+    values = ("values", "float32", k)
+    if coding == "int32":
+        arrays = (values, ("positions", "int32", k))
+        return Recipe("topk_encode", "sparse_mean", arrays, {}, {"k": k}, counted=True)
+    if coding != "elias_fano":
+        return None
+    widths, marks = index_coding.widths(ctx.size, k)
+    sizes = [packed_size(bits, k) for bits in widths] + [0] * (PLANES - len(widths))
+    planes = tuple((f"plane{number}", "uint8", size) for number, size in enumerate(sizes))
+    sent = (values, *planes, ("upper", "uint8", packed_size(1, marks)))
+    coded = {"k": k, "lower": sum(widths), "marks": marks}
+    return Recipe("topk_encode", "sparse_mean", sent, {}, {"k": k}, counted=True, coded=coded)
+
+
+RECIPES: dict[type, Callable[[Any, Context], Recipe | None]] = {
+    EFSignSGD: _signs,
+    OneBit: _halves,
+    BlockInt: _integers,
+    QSGD: _levels,
+    TernGrad: _ternary,
+    Eden: _rotated,
+    TopK: _largest,
+}

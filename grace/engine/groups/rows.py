@@ -1,0 +1,108 @@
+"""State arrays with a second row, so that an exchange that is undecided keeps the state before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from grace.backends import Backend
+from grace.core import Array
+from grace.engine.groups.cells import RowCell
+
+Indices = Any
+"""int64[n] or a list, numbers of arrays in a `RowTable`."""
+
+
+class RowTable:
+    """The arrays of a state on the host, each with one row or two, and which of them is the current one.
+
+    A held array keeps its row from before the first exchange that is undecided: the state after it is in the other row,
+    where later undecided exchanges overwrite it. Without `hold` there is one row, which exchanges overwrite.
+    """
+
+    def __init__(self, xp: Backend):
+        self._xp = xp
+        self._arrays: list[list[Array | None]] = []
+        self._addresses = np.zeros((2, 0), np.int64)
+        self._at = np.zeros(0, np.int64)  # which row is the current one
+        self._held = np.zeros(0, bool)
+        self._moved = np.zeros(0, bool)  # whether a held array's state before is in the other row
+        self.flights: list[Any] = []
+        """Exchanges under way that have overwritten rows: each has a method ``before(number, row)``."""
+
+    def add(self, array: Array) -> RowCell:
+        """Add an array, float32[n]."""
+        number = len(self._arrays)
+        self._arrays.append([array, None])
+        self._addresses = np.concatenate([self._addresses, [[self._xp.buffers.address(array)], [0]]], 1)
+        self._at, self._held, self._moved = (
+            np.append(each, each.dtype.type(0)) for each in (self._at, self._held, self._moved)
+        )
+        return RowCell(self, number)
+
+    # -- an exchange of several arrays --------------------------------------------------------------------------------
+    def hold(self, which: Indices) -> None:
+        """Keep the state before the next exchange until `release` or `restore`; no effect where it is kept already."""
+        which = np.asarray(which, np.int64)
+        self._held[which] = True
+        for number in which[self._addresses[1 - self._at[which], which] == 0].tolist():
+            self._make_other(number)
+
+    def old(self, which: Indices) -> Any:
+        """Addresses of the current rows."""
+        return self._addresses[self._at[which], which]
+
+    def new(self, which: Indices) -> Any:
+        """Addresses for the state after an exchange: the other row, or the current one if it may be overwritten."""
+        return self._addresses[self._at[which] ^ self._apart(which), which]
+
+    def advance(self, which: Indices) -> None:
+        """Make the rows of `new` the current ones."""
+        apart = self._apart(which)
+        self._at[which] ^= apart
+        self._moved[which] |= apart
+
+    def release(self, which: Indices | None = None) -> None:
+        """Forget the states before; by default of all arrays."""
+        which = slice(None) if which is None else which
+        self._held[which] = self._moved[which] = False
+
+    def restore(self, which: Indices | None = None) -> None:
+        """Make the states before the current ones again; by default of all arrays."""
+        which = slice(None) if which is None else which
+        self._at[which] ^= self._moved[which]
+        self.release(which)
+
+    def _apart(self, which: Indices) -> Any:
+        return self._held[which] & ~self._moved[which]
+
+    # -- a single array -----------------------------------------------------------------------------------------------
+    def read(self, number: int) -> Array:
+        """The current row."""
+        return self._arrays[number][self._at[number]]
+
+    def write(self, number: int, array: Array) -> None:
+        """Make an array the state after an exchange: it replaces the row of `new`, which becomes the current one."""
+        at = self._at[number] ^ int(self._apart(number))
+        self._arrays[number][at] = array = self._xp.buffers.contiguous(array)
+        self._addresses[at, number] = self._xp.buffers.address(array)
+        self.advance([number])
+
+    def store(self, number: int, array: Array) -> None:
+        """As `write`, with a copy of the array's values."""
+        self.advance([number])
+        self._xp.buffers.write(self.read(number), array)
+
+    def before(self, number: int) -> Array | None:
+        """The state before the exchanges that are undecided or under way; None if it is the current row."""
+        if not self._held[number]:
+            row = self.read(number)
+            found = [each.before(number, row) for each in self.flights]
+            return next((each for each in found if each is not None), None)
+        return self._arrays[number][self._at[number] ^ int(self._moved[number])]
+
+    def _make_other(self, number: int) -> None:
+        xp, at = self._xp, 1 - self._at[number]
+        other = self._arrays[number][at] = xp.buffers.empty(xp.shape(self.read(number)))
+        self._addresses[at, number] = xp.buffers.address(other)

@@ -1,0 +1,73 @@
+"""Calls of one kernel for many tensors at once, from a table with a row of arguments for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.kernels import Library
+from grace.kernels.schema import KERNELS
+
+NUMBERS = {name: number for number, name in enumerate(KERNELS)}
+"""The number of each kernel in the library's table."""
+
+
+class Refused(ValueError):
+    """A kernel rejected a payload."""
+
+    def __init__(self, row: int, text: str):
+        super().__init__(text)
+        self.row = row
+        """The row of the call."""
+
+
+class Rows:
+    """A table of calls of the kernel ``name``: ``many`` rows, with a column for each argument.
+
+    Columns keep their values from call to call. Arrays are given by their addresses; `keep` holds a constant one.
+    """
+
+    def __init__(self, library: Library, name: str, many: int):
+        self._library, self._kernel = library, KERNELS[name]
+        self._columns = {argument.name: place for place, argument in enumerate(self._kernel.arguments)}
+        self._floats = {argument.name for argument in self._kernel.arguments if argument.type == "float"}
+        self._kept: list[Any] = []
+        self.words = np.zeros((many, len(self._columns)), np.int64)
+        self._results = np.zeros(many, np.int64)
+        for argument in self._kernel.arguments:
+            if argument.value:
+                self.set(**{argument.name: argument.value})
+
+    def set(self, **columns: Any) -> None:
+        """Set columns: a number for all rows, or one for each."""
+        for name, values in columns.items():
+            if name in self._floats:
+                values = np.asarray(values, np.float32).view(np.int32)
+            self.words[:, self._columns[name]] = values
+
+    def keep(self, name: str, arrays: Sequence[Any]) -> None:
+        """Set a column to the addresses of these NumPy arrays, one for each row, and keep them alive."""
+        self._kept += arrays
+        self.set(**{name: [array.ctypes.data for array in arrays]})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def call(self, threads: int = 1, only: Any = None) -> Any:
+        """Make all calls, or those of the rows in ``only``, bool[many]; returns their results, int64[many].
+
+        ``threads``: how many make them side by side. `Refused` for a wrong payload, MemoryError where memory runs out.
+        """
+        kernel, words = self._kernel, self.words if only is None else self.words[only]
+        many, width = words.shape
+        results = self._results[:many]
+        self._library.rows(NUMBERS[kernel.name], words.ctypes.data, width, many, results.ctypes.data, threads)
+        if kernel.memory and (results == -2).any():
+            raise MemoryError(f"no memory for {kernel.name}")
+        if kernel.refusal and (results >= 0).any():
+            row = int(np.argmax(results >= 0))
+            given = dict(zip(self._columns, words[row].tolist(), strict=True))
+            raise Refused(row, kernel.refusal(int(results[row]), **given))
+        return results

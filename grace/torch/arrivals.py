@@ -1,0 +1,43 @@
+"""Gradients of a backward pass on their way into an exchange."""
+
+from __future__ import annotations
+
+import torch
+
+from grace.engine.session import Grace
+
+
+class Arrivals:
+    """Submits gradients to a Grace as soon as a bucket is complete: all that have arrived, by one call."""
+
+    def __init__(self, grace: Grace):
+        self._grace = grace
+        self._ready: dict[str, torch.Tensor | None] = {}
+        self._missing: set[str] = set()  # those of the next bucket
+
+    @property
+    def begun(self) -> bool:
+        """Whether the exchange has a gradient."""
+        return bool(self._ready or self._grace.started)
+
+    def begin(self) -> None:
+        """Begin an exchange."""
+        self._missing = self._grace.next_bucket()
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient has arrived; its memory may take the mean."""
+        self._ready[name] = gradient
+        self._missing.discard(name)
+        if not self._missing:
+            self.submit()
+            self._missing = self._grace.next_bucket()
+
+    def submit(self) -> None:
+        """Submit what has arrived."""
+        ready, self._ready = self._ready, {}
+        if ready:
+            self._grace.start_all(ready, spent=True)
+
+    def clear(self) -> None:
+        """Drop what has arrived, but was not submitted."""
+        self._ready.clear()

@@ -1,0 +1,426 @@
+"""Groups: many tensors encoded and decoded by one call each give the bits of one tensor at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+from methods import PLAIN, backend, built, lockstep, states, unchanged
+
+from grace.core.collectives import AllToAll, arrays_of
+from grace.engine.groups.book import GroupBook
+from grace.engine.groups.rows import RowTable
+from grace.factory import grace_from_params
+from grace.kernels import library
+from grace.kernels.rows import NUMBERS, Refused, Rows
+from grace.transports.local import LocalTransport, World
+
+SIZES = (1, 7, 8, 9, 511, 512, 513, 1025, 5000, 70001)
+"""Around the block sizes of the methods, of a byte, and of a row of noise."""
+METHODS = {
+    "int4": {"compressor": "blockint"},
+    "int2 stochastic": {"compressor": "blockint", "bits": 2, "rounding": "stochastic", "memory": "none"},
+    "int8, one scale": {"compressor": "blockint", "bits": 8, "block_size": 0},
+    "signs": {"compressor": "efsignsgd"},
+    "signs, one scale": {"compressor": "efsignsgd", "block_size": 0},
+    "onebit": {"compressor": "onebit"},
+    "qsgd": {"compressor": "qsgd"},
+    "eden": {"compressor": "eden", "bits": 3},
+    "drive with a residual": {"compressor": "eden", "bits": 1, "biased": True, "block_size": 64},
+    "topk": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32"},
+    "topk, coded": {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"},
+    "powersgd": {"compressor": "powersgd", "compress_rank": 3},
+}
+MATRICES = ((40, 50), (50, 40), (16, 8, 3, 3), (40, 50, 1), (200, 130))
+CARRIERS = {"gathered": {"communicator": "allgather"}, "two stages": {"communicator": "twostage", "min_shard": 600}}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    built()
+    monkeypatch.setenv("GRACE_KERNELS", PLAIN)  # the same bits as all others, and as the plain functions
+
+
+def drawn(step, rank, sizes=SIZES):
+    draws = {size: np.random.default_rng([step, rank, size]) for size in sizes}
+    return {f"t{size}": draw.standard_normal(size).astype("float32") for size, draw in draws.items()}
+
+
+def tensors(method):
+    """Sizes or shapes of tensors that a method compresses."""
+    return MATRICES if method == "powersgd" else SIZES
+
+
+def carried(method, carrier):
+    """The settings of a method with a communicator that carries it."""
+    return METHODS[method] | ({} if method == "powersgd" else CARRIERS[carrier])
+
+
+def team(params, workers, xp, sizes=SIZES, **options):
+    """A Grace for each of some workers in this process, and the function that makes their gradients."""
+    world = World(workers)
+    made = [grace_from_params({"min_numel": 0, **params, **options}, LocalTransport(world, n)) for n in range(workers)]
+    for grace in made:
+        grace.build({name: xp.asarray(x, "float32") for name, x in drawn(0, 0, sizes).items()})
+    return made
+
+
+def step(graces, xp, number, change=None, sizes=SIZES):
+    gradients = [{n: xp.asarray(x, "float32") for n, x in drawn(number, r, sizes).items()} for r in range(len(graces))]
+    if change is not None:
+        change(gradients)
+    return [
+        {n: m if m is None else np.array(xp.to_numpy(m)) for n, m in found.items()}
+        for found in lockstep(graces, gradients)
+    ]
+
+
+def equal(one, two):
+    for mine, other in zip(one, two, strict=True):
+        for name, mean in mine.items():
+            np.testing.assert_array_equal(mean, other[name], err_msg=name)
+
+
+def groups_of(grace):
+    table = grace.setup.table
+    return grace.setup.groups.of(grace.setup.levels([unit for bucket in table.buckets for unit in bucket.units]))
+
+
+PAIRS = [
+    (method, carrier) for method in METHODS for carrier in CARRIERS if method != "powersgd" or carrier == "gathered"
+]
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("method, carrier", PAIRS)
+def test_a_group_has_the_bits_of_its_tensors_one_by_one(method, carrier, name):
+    """Payloads (by their bytes), states and means, with a NaN in one tensor, over three steps."""
+    xp, params, sizes = backend(name), carried(method, carrier), tensors(method)
+    broken = f"t{sizes[2]}"
+
+    def poison(gradients):
+        if broken in gradients[-1]:
+            gradients[-1][broken].reshape(-1)[5] = float("nan")
+
+    for workers in (1, 2, 3, 5):
+        graces = team(params, workers, xp, sizes)
+        layout = groups_of(graces[0])
+        assert [len(each.units) for each in layout.groups] == [len(sizes)]
+        assert not layout.rest
+        singles = {size: team(params, workers, xp, sizes) for size in sizes}
+        for number in (1, 2, 3):
+            change = poison if number == 2 else None
+            found = step(graces, xp, number, change, sizes)
+            for size, alone in singles.items():
+                mine = [{f"t{size}": means[f"t{size}"]} for means in found]
+                equal(mine, step(alone, xp, number, change, (size,)))
+        for size, alone in singles.items():
+            assert unchanged(
+                [{key: a for key, a in each.items() if key[0] == f"t{size}"} for each in states(graces)],
+                [{key: a for key, a in each.items() if key[0] == f"t{size}"} for each in states(alone)],
+            )
+        sent = {each.name: each.bytes_sent for each in graces[0].report().tensors}
+        for size, alone in singles.items():
+            assert sent[f"t{size}"] == next(e.bytes_sent for e in alone[0].report().tensors if e.name == f"t{size}")
+
+
+@pytest.mark.parametrize("method, carrier", PAIRS)
+def test_a_group_computes_what_the_plain_functions_do(method, carrier, monkeypatch):
+    xp, params, sizes = backend("numpy"), carried(method, carrier), tensors(method)
+    graces = team(params, 3, xp, sizes)
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+    plain = team(params, 3, xp, sizes)
+    for number in (1, 2, 3):
+        monkeypatch.setenv("GRACE_KERNELS", PLAIN)
+        found = step(graces, xp, number, sizes=sizes)
+        monkeypatch.setenv("GRACE_KERNELS", "off")
+        assert not groups_of(plain[0]).groups
+        for mine, other in zip(found, step(plain, xp, number, sizes=sizes), strict=True):
+            for name, mean in mine.items():
+                np.testing.assert_allclose(mean, other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert [t.bytes_sent for t in graces[0].report().tensors] == [t.bytes_sent for t in plain[0].report().tensors]
+
+
+@pytest.mark.parametrize("method, carrier", PAIRS)
+def test_the_bytes_that_are_counted_are_those_that_are_sent(method, carrier):
+    xp, sizes, sent = backend("numpy"), tensors(method), []
+    graces = team(carried(method, carrier), 3, xp, sizes)
+    transport, start = graces[1].transport, graces[1].transport.start
+
+    def counting(collectives, name):
+        for each in collectives:
+            own = each.parts[transport.rank] if isinstance(each, AllToAll) else ()
+            sent.append(sum(a.nbytes for a in arrays_of(each)) - sum(a.nbytes for a in own))
+        return start(collectives, name)
+
+    transport.start = counting
+    step(graces, xp, 1, sizes=sizes)
+    assert sum(sent) == sum(each.bytes_sent for each in graces[1].report().tensors)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_dead_direction_is_revived_as_by_the_plain_functions(name, monkeypatch):
+    """A gradient of zeros makes rows of Q zeros: random rows, the same everywhere, replace them."""
+    xp, found = backend(name), []
+
+    def still(gradients):
+        for mine in gradients:
+            mine["t(40, 50)"] = mine["t(40, 50)"] * 0
+
+    for kernels in (PLAIN, "off"):
+        monkeypatch.setenv("GRACE_KERNELS", kernels)
+        graces = team(METHODS["powersgd"], 2, xp, MATRICES)
+        step(graces, xp, 1, still, MATRICES)
+        found.append(step(graces, xp, 2, sizes=MATRICES))
+    for mine, other in zip(*found, strict=True):
+        for key, mean in mine.items():
+            assert mean.any()
+            np.testing.assert_allclose(mean, other[key], rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("method, carrier", [pair for pair in PAIRS if pair[0] in ("int4", "topk", "powersgd")])
+def test_a_thrown_away_exchange_of_a_group_leaves_no_trace(carrier, method):
+    xp, params, sizes = backend("torch"), carried(method, carrier), tensors(method)
+    graces, others = team(params, 3, xp, sizes), team(params, 3, xp, sizes)
+    for each in graces:
+        each.defer_commit = True
+    for number in range(6):
+        if number % 2:
+            step(graces, xp, 100 + number, sizes=sizes)
+            for each in graces:
+                each.discard()
+        if number == 4:  # two exchanges of one decision
+            step(graces, xp, 104, sizes=sizes)
+            step(graces, xp, 105, sizes=sizes)
+            for each in graces:
+                each.discard()
+        equal(step(graces, xp, number, sizes=sizes), step(others, xp, number, sizes=sizes))
+        for each in graces:
+            each.commit()
+    assert unchanged(states(graces), states(others))
+
+
+def test_tensors_of_a_group_are_decided_apart():
+    xp = backend("torch")
+    graces, others = team(METHODS["signs"], 2, xp), team(METHODS["signs"], 2, xp)
+    for each in graces:
+        each.defer_commit = True
+    step(graces, xp, 1)
+    step(others, xp, 1, sizes=(512, 1025))
+    for each in graces:
+        each.decide(applied=["t512", "t1025"], discarded=[f"t{n}" for n in SIZES if n not in (512, 1025)])
+    assert unchanged(states(graces), states(others))
+
+
+def test_a_joined_exchange_keeps_both_errors():
+    """Two exchanges that share a decision: the second one feeds back what the first did not send."""
+    xp = backend("torch")
+    graces, others = team(METHODS["topk"], 2, xp), team(METHODS["topk"], 2, xp)
+    for each in graces:
+        each.defer_commit = True
+    for number in (1, 2):
+        equal(step(graces, xp, number), step(others, xp, number))
+    for each in graces:
+        each.commit()
+    for one, two in zip(states(graces), states(others), strict=True):
+        for key in one:
+            np.testing.assert_array_equal(one[key], two[key])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_tensor_without_gradients_keeps_its_residual(carrier):
+    xp = backend("torch")
+    graces = team({**METHODS["int4"], **CARRIERS[carrier]}, 2, xp)
+    for each in graces:
+        each.track_missing = True
+    step(graces, xp, 1)
+    before = states(graces)
+
+    def drop(gradients):
+        for mine in gradients:
+            mine["t513"] = None
+        gradients[0]["t1025"] = None  # absent on one worker: zeros
+
+    found = step(graces, xp, 2, drop)
+    assert [each["t513"] for each in found] == [None, None]
+    assert all(each["t1025"].any() for each in found)
+    for one, two in zip(before, states(graces), strict=True):
+        changed = {name for (name, key), array in two.items() if not np.array_equal(array, one[name, key])}
+        assert "t513" not in changed
+        assert {"t1025", "t5000"} <= changed
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "zero"}, {"nonfinite": "raise"}], ids=str)
+def test_a_mean_that_is_not_finite_is_zero_or_an_error(options):
+    xp = backend("numpy")
+    graces = team(METHODS["int4"], 2, xp, **options)
+    step(graces, xp, 1)
+    before = states(graces)
+
+    def poison(gradients):
+        gradients[1]["t513"][5] = np.inf
+
+    if options["nonfinite"] == "raise":
+        with pytest.raises(FloatingPointError, match="'t513'"):
+            step(graces, xp, 2, poison)
+        assert unchanged([states(graces)[0]], [before[0]])  # the error ends the test before the other worker lands
+        return
+    found = step(graces, xp, 2, poison)
+    assert not any(each["t513"].any() for each in found)
+    assert all(np.isfinite(mean).all() for each in found for mean in each.values())
+    key = ("t513", "memory/residual")
+    assert all(np.array_equal(one[key], two[key]) for one, two in zip(before, states(graces), strict=True))
+
+
+@pytest.mark.parametrize("method, array", [("topk", "positions"), ("topk, coded", "upper")])
+def test_a_wrong_payload_names_tensor_and_method(method, array):
+    xp = backend("numpy")
+    (grace,) = team(METHODS[method], 1, xp)
+    (grouped,) = groups_of(grace).groups
+    transport, start = grace.transport, grace.transport.start
+
+    def damaged(collectives, name):
+        (gather, *_) = collectives
+        place = grouped.group._message.places[array][[u.name for u in grouped.units].index("t5000")]
+        gather.arrays[0][place : place + 4] = 255
+        return start(collectives, name)
+
+    transport.start = damaged
+    with pytest.raises(ValueError, match=r"worker 0 of 1 sent a payload for 't5000' that 'topk' cannot have made"):
+        grace.step({name: xp.asarray(x, "float32") for name, x in drawn(1, 0).items()})
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_tensors_whose_positions_are_coded_otherwise_are_groups_of_their_own(carrier, monkeypatch):
+    """Index coding "auto" takes the smallest for each tensor."""
+    xp, params = backend("numpy"), {"compressor": "topk", "compress_ratio": 0.2, **CARRIERS[carrier]}
+    sizes = (2, 3, 5, 9, 33, 5000, 70001)
+    graces = team(params, 2, xp, sizes)
+    assert sum(len(each.units) for each in groups_of(graces[0]).groups) + len(groups_of(graces[0]).rest) == len(sizes)
+    singles = {size: team(params, 2, xp, sizes) for size in sizes}
+    for number in (1, 2):
+        found = step(graces, xp, number, sizes=sizes)
+        for size, alone in singles.items():
+            equal([{f"t{size}": means[f"t{size}"]} for means in found], step(alone, xp, number, sizes=(size,)))
+
+
+def test_a_gradient_that_is_not_donated_is_not_written_to():
+    xp = backend("torch")
+    (grace,) = team(METHODS["int4"], 1, xp)
+    gradients = {name: xp.asarray(x, "float32") for name, x in drawn(1, 0).items()}
+    before = {name: x.clone() for name, x in gradients.items()}
+    grace.step(gradients)
+    assert all(bool((x == before[name]).all()) for name, x in gradients.items())
+
+
+def test_layouts_follow_the_tensors():
+    xp = backend("numpy")
+    (grace,) = team(METHODS["int4"], 1, xp)
+    grace.step({name: xp.asarray(x, "float32") for name, x in drawn(1, 0, (512, 513)).items()})
+    residual = grace.state_dict()["tensors"]["t512"]["memory/residual"]
+    grace.rebuild({name: xp.asarray(x, "float32") for name, x in drawn(0, 0, (512, 5000)).items()})
+    assert np.array_equal(grace.state_dict()["tensors"]["t512"]["memory/residual"], residual)
+    grace.step({name: xp.asarray(x, "float32") for name, x in drawn(2, 0, (512, 5000)).items()})
+    assert {unit.name for each in groups_of(grace).groups for unit in each.units} == {"t512", "t5000"}
+    assert isinstance(grace.setup.groups, GroupBook)
+
+
+# -- rows of state ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_rows_keep_what_was_before(name):
+    """Held or not, moved or not, kept or restored: against a list of arrays and their copies."""
+    xp, rng = backend(name), np.random.default_rng(0)
+    table, n = RowTable(xp), 5
+    cells = [table.add(xp.asarray(rng.standard_normal(4), "float32")) for _ in range(n)]
+    now = [np.array(xp.to_numpy(cell.read())) for cell in cells]
+    before = [None] * n
+    for event in range(3000):
+        chosen = np.flatnonzero(rng.random(n) < 0.5)
+        kind = rng.choice(["hold", "exchange", "release", "restore", "store", "assign", "all"])
+        if kind == "hold":
+            table.hold(chosen)
+            for i in chosen:
+                before[i] = now[i].copy() if before[i] is None else before[i]
+        elif kind == "exchange":
+            old, new = table.old(chosen), table.new(chosen)
+            for place, i in enumerate(chosen):
+                assert old[place] == xp.buffers.address(cells[i].read())
+                assert (old[place] == new[place]) == (before[i] is None or not np.array_equal(now[i], before[i]))
+            table.advance(chosen)
+            for place, i in enumerate(chosen):
+                value = rng.standard_normal(4).astype("float32")
+                assert xp.buffers.address(cells[i].read()) == new[place]
+                xp.buffers.write(cells[i].read(), xp.asarray(value, "float32"))
+                now[i] = value
+        elif kind in ("store", "assign"):
+            for i in chosen:
+                now[i] = rng.standard_normal(4).astype("float32")
+                given = xp.asarray(now[i].copy(), "float32")
+                getattr(cells[i], kind)(given)
+                assert xp.buffers.same_memory(cells[i].read(), given) == (kind == "assign")
+        else:
+            which = np.arange(n) if kind == "all" else chosen
+            for i in which:
+                if kind == "restore" and before[i] is not None:
+                    now[i] = before[i]
+                before[i] = None
+            (table.restore if kind == "restore" else table.release)(None if kind == "all" else which)
+        for i, cell in enumerate(cells):
+            np.testing.assert_array_equal(xp.to_numpy(cell.read()), now[i], err_msg=f"event {event}, {kind}")
+            held = cell.before()
+            assert (held is None) == (before[i] is None), f"event {event}, {kind}"
+            if held is not None:
+                np.testing.assert_array_equal(xp.to_numpy(held), before[i], err_msg=f"event {event}, {kind}")
+    assert [cell.number for cell in cells] == list(range(n))
+
+
+# -- calls from a table -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_make_each_call_once(threads):
+    found = library()
+    words = [np.zeros(9 + n, np.int32) for n in range(20)]
+    rows = Rows(found, "words", len(words))
+    rows.set(key0=7, key1=range(20), start=[3 * n for n in range(20)], n=[len(each) for each in words])
+    rows.set(out=[each.ctypes.data for each in words])
+    rows.call(threads)
+    for n, each in enumerate(words):
+        alone = np.zeros_like(each)
+        found.words(7, n, 3 * n, len(alone), alone.ctypes.data)
+        np.testing.assert_array_equal(each, alone)
+
+
+def test_rows_report_a_wrong_payload_with_its_row():
+    values, positions = np.ones((3, 2), np.float32), np.array([[0, 4], [4, 1], [2, 3]], np.int32)
+    out, counts = np.zeros((3, 5), np.float32), np.array([2], np.int64)
+    rows = Rows(library(), "sparse_mean", 3)
+    rows.keep("values", [np.array([each.ctypes.data], np.int64) for each in values])
+    rows.keep("positions", [np.array([each.ctypes.data], np.int64) for each in positions])
+    rows.keep("counts", [counts] * 3)
+    rows.set(workers=1, n=5, out=[each.ctypes.data for each in out])
+    with pytest.raises(Refused, match="worker 0 sent positions") as caught:
+        rows.call()
+    assert caught.value.row == 1
+
+
+@pytest.mark.parametrize("kernel, width", [(-1, 6), (10**6, 6), (NUMBERS["words"], 7)])
+def test_an_unknown_kernel_or_another_number_of_arguments_is_refused(kernel, width):
+    words, results = np.zeros((1, width), np.int64), np.zeros(1, np.int64)
+    assert library().rows(kernel, words.ctypes.data, width, 1, results.ctypes.data) == -3
+
+
+def test_keys_of_many_streams_are_those_of_each():
+    from grace.core.rng import keys
+
+    stems = np.array([0, 1, 2**32 - 1, 123456789], np.int64)
+    for number, worker in itertools.product((0, 1, 2**31), (0, 1, 64)):
+        found = np.zeros((2, len(stems)), np.int64)
+        library().stream_keys(stems.ctypes.data, len(stems), number, worker, found[0].ctypes.data, found[1].ctypes.data)
+        assert found.T.tolist() == [list(keys(int(stem), number, worker)) for stem in stems]
+
+
+def test_a_method_without_a_recipe_is_exchanged_tensor_by_tensor():
+    grace = grace_from_params({"compressor": "threshold", "threshold": 0.1, "min_numel": 60}, "local")
+    grace.build({"w": np.zeros((40, 50), np.float32), "v": np.zeros(50, np.float32)})
+    layout = groups_of(grace)
+    assert not layout.groups
+    assert [unit.name for unit in layout.rest] == ["w"]
+    assert layout.dense.names == ("v",)

@@ -176,3 +176,17 @@ def test_a_pickled_grace_has_the_settings(params):
     loaded = pickle.loads(pickle.dumps(made(params)))
     loaded.build(gradients(0))
     same(loaded, made(params))
+
+
+def test_watches_see_a_step_in_the_order_in_which_they_were_made(monkeypatch):
+    # Two Graces of one FSDP2 model each send a message after a step: in another order on each worker, all would wait.
+    torch = pytest.importorskip("torch")
+    from grace.torch.watch import Watch
+
+    seen = []
+    monkeypatch.setattr(Watch, "after", lambda watch, optimizer: seen.append(watch))
+    graces = [grace_from_params({"compressor": "none"}, transport="local") for _ in range(50)]
+    made = [Watch(graces[number], {}) for number in np.random.default_rng(0).permutation(50)]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    optimizer.step()
+    assert [watch for watch in seen if watch in made] == made

@@ -96,7 +96,7 @@ class Watch:
         self._holdings: weakref.WeakKeyDictionary[Any, tuple[list[int], int, Holding]] = weakref.WeakKeyDictionary()
         self._tracks: weakref.WeakKeyDictionary[Any, Tracks] = weakref.WeakKeyDictionary()
         grace.settles = weakly(self._settle_now)
-        _watches.add(self)
+        _watches[self] = None
         watch_optimizers()
 
     @property
@@ -228,6 +228,7 @@ class Watch:
     def _loose(self, names: set[str]) -> set[str]:
         # Those of some tensors that no living optimizer holds; each is looked for in memory once.
         if new := names - self._held.keys():
+            gc.collect()  # a dead optimizer in a cycle would be found on some workers only
             found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
             held = {id(p) for optimizer in found for group in optimizer.param_groups for p in group["params"]}
             self._held.update({name: any(id(p) in held for p in self._members[name]) for name in new})
@@ -334,7 +335,8 @@ class Watch:
 
 
 # -- all optimizers of the process ------------------------------------------------------------------------------------
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakKeyDictionary[Watch, None] = weakref.WeakKeyDictionary()
+# In the order in which they were made, on all workers: two Graces of one model each send a message after a step.
 _hooks: list[Any] = []
 
 

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"compressor": "none"},
+    "fp16": {"compressor": "fp16"},
     "int4": {"compressor": "blockint", "bits": 4},
     "signs": {"compressor": "efsignsgd"},
     "eden3": {"compressor": "eden", "bits": 3},

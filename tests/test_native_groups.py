@@ -324,6 +324,60 @@ def test_layouts_follow_the_tensors():
     assert isinstance(grace.setup.groups, GroupBook)
 
 
+# -- tensors that travel as one vector ---------------------------------------------------------------------------------
+VECTORS = {
+    "fp16": {"compressor": "fp16"},
+    "fp16 in two levels": {"compressor": "fp16", "communicator": "hierarchical", "node_size": 2},
+    "bf16": {"compressor": "bf16", "communicator": "allgather"},
+    "bf16 in two stages": {"compressor": "bf16", "communicator": "twostage"},
+    "bf16 in two levels": {"compressor": "bf16", "communicator": "hierarchical", "node_size": 2},
+    "none, gathered": {"compressor": "none", "communicator": "allgather"},
+}
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, "off"])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("method", VECTORS)
+def test_a_vector_of_tensors_has_the_bits_of_its_tensors_one_by_one(method, name, kernels, monkeypatch):
+    """With an infinity in one tensor, a tensor without gradients and one that a worker lacks."""
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
+    xp = backend(name)
+    graces = team(VECTORS[method], 4, xp)
+    (joined,) = groups_of(graces[0]).joined
+    assert sorted(unit.size for unit in joined.units) == list(SIZES)
+    singles = {size: team(VECTORS[method], 4, xp, (size,)) for size in SIZES}
+    assert not any(groups_of(alone[0]).joined for alone in singles.values())
+    for each in [*graces, *(one for alone in singles.values() for one in alone)]:
+        each.track_missing = True
+
+    def change(gradients):
+        for mine in gradients:
+            mine |= {key: None for key in mine if key == "t512"}
+        gradients[1] |= {key: None for key in gradients[1] if key == "t1025"}
+        if "t9" in gradients[2]:
+            gradients[2]["t9"][3] = float("inf")
+
+    for number in (1, 2):
+        found = step(graces, xp, number, change if number == 2 else None)
+        for size, alone in singles.items():
+            mine = [{f"t{size}": means[f"t{size}"]} for means in found]
+            equal(mine, step(alone, xp, number, change if number == 2 else None, (size,)))
+    wanted = sum(each.report().bytes_sent for each in (alone[0] for alone in singles.values()))
+    assert graces[0].report().bytes_sent == pytest.approx(wanted, abs=64 * len(SIZES))  # shards end elsewhere
+    if "two" not in method:
+        for each in graces[0].report().tensors:
+            (alone,) = singles[int(each.name[1:])][0].report().tensors
+            assert each.bytes_sent == alone.bytes_sent
+
+
+@pytest.mark.parametrize(
+    "params", [{"compressor": "bf16", "rounding": "stochastic"}, {"compressor": "fp16", "memory": "residual"}]
+)
+def test_tensors_with_random_numbers_or_a_state_travel_apart(params):
+    (grace,) = team(params, 1, backend("numpy"))
+    assert not groups_of(grace).joined
+
+
 # -- rows of state ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_rows_keep_what_was_before(name):
@@ -423,4 +477,4 @@ def test_a_method_without_a_recipe_is_exchanged_tensor_by_tensor():
     layout = groups_of(grace)
     assert not layout.groups
     assert [unit.name for unit in layout.rest] == ["w"]
-    assert layout.dense.names == ("v",)
+    assert [joined.names for joined in layout.joined] == [("v",)]

@@ -11,9 +11,9 @@ from grace.core.method import Undecoded, materialize
 from grace.engine.buckets import Unit
 from grace.engine.codecs import PendingMean, all_finite
 from grace.engine.flight import Flight
-from grace.engine.groups.book import Dense, Grouped
+from grace.engine.groups.book import Grouped, Joined
 from grace.engine.handshake import HEADER
-from grace.engine.setup import DENSE, JOINED, PRESENT, Setup, on_host
+from grace.engine.setup import DENSE, PRESENT, Setup, on_host
 
 NOT_FINITE = "the mean gradient of {!r} is not finite on any worker"
 
@@ -41,8 +41,8 @@ class Commit:
         means: dict[str, Array | None] = {}
         for each in self._flight.layout.groups:
             means |= self._group_means(each)
-        if self._flight.layout.dense is not None:
-            means |= self._dense_means(self._flight.layout.dense)
+        for whole in self._flight.layout.joined:
+            means |= self._joined_means(whole)
         for unit in self._flight.layout.rest:
             x = self._flat[unit]
             if unit in self._plain:
@@ -68,9 +68,10 @@ class Commit:
         sizes = {
             unit.name: unit.size * ITEMSIZE[setup.wire_dtype(unit, self._levels[unit])] for unit in self._flight.plain
         }
-        left_out = {DENSE, JOINED, *(each.name for each in self._flight.layout.groups)}
+        layout = self._flight.layout
+        left_out = {DENSE, *(each.name for each in layout.groups), *(each.name for each in layout.joined)}
         asked = [(name, *rest) for name, *rest in self._flight.scheduler.asked if name not in left_out]
-        units = [*(unit.name for unit in self._flight.layout.rest), *self._results]
+        units = [*(unit.name for unit in layout.rest), *self._results]
         return setup.meter.count(units, asked, setup.transport.group_rank, sizes)
 
     def _group_means(self, grouped: Grouped) -> dict[str, Array | None]:
@@ -100,19 +101,32 @@ class Commit:
             means |= self._by_tensor(unit, self._zeroed(unit, x, None if finite is None else finite[number]))
         return means
 
-    def _dense_means(self, dense: Dense) -> dict[str, Array | None]:
-        # The means of uncompressed tensors, as parts of the vector in which they travelled.
-        xp, mean = self._setup.xp, self._results.pop(JOINED)
-        parts = xp.buffers.parts(mean, [self._flat[unit] for unit in dense.units])
-        self._setup.meter.repeat(dense.counts)
+    def _joined_means(self, joined: Joined) -> dict[str, Array | None]:
+        # The means of tensors that travelled as one vector, as its parts.
+        xp, mean = self._setup.xp, self._results.pop(joined.name)
+        parts = xp.buffers.parts(mean, [self._flat[unit] for unit in joined.units])
+        if not joined.counts:
+            self._count_joined(joined)
+        self._setup.meter.repeat(joined.counts)
         if self._setup.options.nonfinite == "poison" and not self._holders:
-            shapes = [unit.shape for unit in dense.units]
-            return self._shaped(dense.names, parts, shapes)
+            shapes = [unit.shape for unit in joined.units]
+            return self._shaped(joined.names, parts, shapes)
         means: dict[str, Array | None] = {}
-        for unit, part in zip(dense.units, parts, strict=True):
+        for unit, part in zip(joined.units, parts, strict=True):
             part, ok = (part, None) if self._absent(unit) or not self._judged(unit) else self._judge(unit, part)
             means |= self._by_tensor(unit, self._zeroed(unit, part, ok))
         return means
+
+    def _count_joined(self, joined: Joined) -> None:
+        # Each unit's share of the bytes, by its elements.
+        setup, whole = self._setup, sum(unit.size for unit in joined.units)
+        asked = [each for each in self._flight.scheduler.asked if each[0] == joined.name]
+        sent, received, _ = setup.meter.count([joined.name], asked, setup.transport.group_rank, {})[joined.name]
+        at = 0
+        for unit in joined.units:
+            end = at + unit.size
+            shares = (total * end // whole - total * at // whole for total in (sent, received))
+            joined.counts[unit.name], at = [*shares, 1], end
 
     def _shaped(self, names: Sequence[str], means: Sequence[Array], shapes: Sequence[Any]) -> dict[str, Array | None]:
         # The means of tensors in their own shapes, which most of them have already.

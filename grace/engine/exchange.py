@@ -12,7 +12,7 @@ from grace.engine.flight import Flight
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
 from grace.engine.setup import PRESENT, SAMPLE, Setup, on_host
-from grace.engine.vectors import flattened, joined, of_dense, of_group
+from grace.engine.vectors import flattened, joined, of_group, of_joined
 
 
 class Exchange:
@@ -122,8 +122,9 @@ class Exchange:
             for each in layout.groups:
                 if (found := of_group(xp, each, self.gradients, self._donated)) is not None:
                     flat.update(zip(each.units, found, strict=True))
-            if layout.dense is not None and (found := of_dense(layout.dense, self.gradients)) is not None:
-                flat.update(zip(layout.dense.units, found, strict=True))
+            for whole in layout.joined:
+                if (found := of_joined(whole, self.gradients)) is not None:
+                    flat.update(zip(whole.units, found, strict=True))
         missing = [unit for unit, x in flat.items() if x is None]
         flat.update({unit: flattened(xp, unit, self.gradients, self._donated) for unit in missing})
         self._show_policy(flat, ("rank0", "mean"))

@@ -7,10 +7,11 @@ from typing import Any
 
 from grace.core import Array, Program
 from grace.core.collectives import Reduce
+from grace.core.method import Undecoded
 from grace.engine.buckets import Unit
-from grace.engine.groups.book import Layout
+from grace.engine.groups.book import Joined, Layout
 from grace.engine.scheduler import RoundScheduler
-from grace.engine.setup import DENSE, JOINED, PRESENT, SAMPLE, Setup
+from grace.engine.setup import DENSE, PRESENT, SAMPLE, Setup
 
 Vectors = Mapping[Unit, Array]
 
@@ -43,9 +44,7 @@ class Flight:
         for each in layout.groups:
             programs[each.name] = each.group.exchange(each.addresses(xp, flat), self.step)
         programs |= {unit.name: self._program(unit) for unit in layout.rest if unit not in self.plain}
-        if layout.dense is not None:
-            whole, _ = xp.buffers.copies([flat[unit] for unit in layout.dense.units])
-            programs[JOINED] = _first(_reduced((whole,), "mean", True))
+        programs |= {each.name: self._joined(each) for each in layout.joined}
         if self.plain:
             sent = (xp.cast(flat[unit], setup.wire_dtype(unit, levels[unit])) for unit in self.plain)
             programs[DENSE] = _reduced(tuple(sent), "mean")
@@ -69,6 +68,14 @@ class Flight:
         ctx = setup.context(unit, self.step, {} if setup.xp.mutable else None)
         return way.communicator.reduce(self.flat[unit], way.encoder, setup.store.state(unit, level), ctx)
 
+    def _joined(self, joined: Joined) -> Program[Array]:
+        setup, way = self._setup, joined.way
+        whole, _ = setup.xp.buffers.copies([self.flat[unit] for unit in joined.units])
+        if way is None:
+            return _first(_reduced((whole,), "mean", True))
+        ctx = setup.context(joined.units[0], self.step)._with(name=joined.name, shape=tuple(whole.shape))
+        return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), whole)
+
     def undo(self) -> None:
         """Keep the groups' state from before the exchange, unless it has been committed."""
         for each in self.layout.groups:
@@ -83,3 +90,9 @@ def _reduced(arrays: tuple[Array, ...], op: Any, donated: bool = False) -> Progr
 def _first(program: Program[tuple[Array, ...]]) -> Program[Array]:
     (found,) = yield from program
     return found
+
+
+def _decoded(program: Program[tuple[Any, Any]], out: Array) -> Program[Array]:
+    # The mean of a program without a state, in memory that it no longer needs.
+    mean, _ = yield from program
+    return mean.array(out) if isinstance(mean, Undecoded) else mean

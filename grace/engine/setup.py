@@ -30,8 +30,8 @@ from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
 from grace.transports import get_transport
 
-DENSE, JOINED = "(dense)", "(joined)"
-"""The names of the programs that average uncompressed units, as arrays of their own and as one vector."""
+DENSE = "(dense)"
+"""The name of the program that averages uncompressed units as arrays of their own."""
 PRESENT = "(present)"
 """The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
 SAMPLE = "(sample)"

@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.core import Array
 from grace.engine.buckets import Unit
-from grace.engine.groups.book import Dense, Grouped
+from grace.engine.groups.book import Grouped, Joined
 
 
 def flattened(xp: Any, unit: Unit, gradients: Mapping[str, Array | None], donated: Set[str]) -> Array:
@@ -37,9 +37,9 @@ def of_group(xp: Any, grouped: Grouped, gradients: Mapping[str, Array | None], d
     return found if grouped.name_set <= donated else list(xp.buffers.copies(found)[1])
 
 
-def of_dense(dense: Dense, gradients: Mapping[str, Array | None]) -> list[Array] | None:
-    """The gradients of uncompressed units, of any shape, which are only read; None where one is absent."""
-    return _present(dense.names, gradients)
+def of_joined(joined: Joined, gradients: Mapping[str, Array | None]) -> list[Array] | None:
+    """The gradients of units that travel as one vector, of any shape, which are only read; None where one is absent."""
+    return _present(joined.names, gradients)
 
 
 def _present(names: Sequence[str], gradients: Mapping[str, Array | None]) -> list[Array] | None:

@@ -241,7 +241,7 @@ class Watch:
         """
         grace = self.grace
         assert grace is not None
-        members = [p for name in grace.undecided for p in self._members[name] if p.grad is not None]
+        members = [p for name in sorted(grace.undecided) for p in self._members[name] if p.grad is not None]
         replaced = [p for p in members if not self.means.kept(p)]
         if not replaced and not self.means.mixed():
             return

@@ -9,6 +9,7 @@ from grace.backends import Backend
 from grace.core import Context, Memory
 from grace.engine.buckets import Unit
 from grace.engine.groups.cells import RowCell
+from grace.engine.levels import Way
 from grace.kernels.host import HostKernels
 
 if TYPE_CHECKING:
@@ -37,19 +38,25 @@ class Grouped(NamedTuple):
         return found
 
 
-class Dense(NamedTuple):
-    """Units that travel uncompressed, as one vector of float32, each of one tensor."""
+class Joined(NamedTuple):
+    """Units that travel as one vector of float32, each of one tensor, without a state: see `kinds.elementwise`."""
 
+    name: str
+    """That of its program."""
+    way: Way | None
+    """How it is compressed; None: not at all."""
     units: tuple[Unit, ...]
-    counts: dict[str, list[int]]
     names: tuple[str, ...]
+    """The tensor of each unit."""
+    counts: dict[str, list[int]]
+    """What `Meter` counts for an exchange; empty before the first one of a vector that is compressed."""
 
 
 class Layout(NamedTuple):
     """The groups among the units of a message."""
 
     groups: Sequence[Grouped] = ()
-    dense: Dense | None = None
+    joined: Sequence[Joined] = ()
     rest: tuple[Unit, ...] = ()
     """The units that are exchanged one by one."""
 
@@ -108,17 +115,30 @@ class GroupBook:
             cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
             group = kind(setup.xp, library, method, communicator, contexts, cells)
             counts = {unit.name: [*traffic, 1] for unit, traffic in zip(units, group.traffic, strict=True)}
-            names = tuple(unit.tensors[0].name for unit in units) if all(map(_simple, units)) else ()
+            names = _names(units) if all(map(_simple, units)) else ()
             groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names)))
-        together = {unit for each in groups for unit in each.units}
-        dense = tuple(unit for unit, level in levels.items() if self._joins(unit, level))
-        together.update(dense)
-        counts = {unit.name: [4 * unit.size, 4 * unit.size, 1] for unit in dense}
-        rest = tuple(unit for unit in levels if unit not in together)
-        joined = Dense(dense, counts, tuple(unit.tensors[0].name for unit in dense)) if dense else None
-        return Layout(groups, joined, rest)
+        joined = self._joined(levels)
+        together = {
+            unit for units in (*(one.units for one in groups), *(one.units for one in joined)) for unit in units
+        }
+        return Layout(groups, joined, tuple(unit for unit in levels if unit not in together))
 
-    def _joins(self, unit: Unit, level: int) -> bool:
+    def _joined(self, levels: Mapping[Unit, int]) -> list[Joined]:
+        setup, found = self._setup, []
+        dense = tuple(unit for unit, level in levels.items() if self._joins_dense(unit, level))
+        if dense:
+            counts = {unit.name: [4 * unit.size, 4 * unit.size, 1] for unit in dense}
+            found.append(Joined("(joined)", None, dense, _names(dense), counts))
+        alike: dict[int, list[Unit]] = {}
+        for unit, level in levels.items():
+            if self._joins(unit, level):
+                alike.setdefault(setup.ways.level(unit.name, level), []).append(unit)
+        for level, units in alike.items():
+            if len(units) > 1:
+                found.append(Joined(f"(joined {level})", setup.ways[level], tuple(units), _names(units), {}))
+        return found
+
+    def _joins_dense(self, unit: Unit, level: int) -> bool:
         # Whether a unit travels uncompressed, as float32, and without a state.
         setup = self._setup
         if not _simple(unit) or not setup.plain(unit, level) or setup.wire_dtype(unit, level) != "float32":
@@ -127,6 +147,18 @@ class GroupBook:
             return False
         memory = type(setup.method.memory)
         return memory.after_dense_mean is Memory.after_dense_mean and not setup.store.any(unit, 0)
+
+    def _joins(self, unit: Unit, level: int) -> bool:
+        # Whether a unit is compressed element by element, without a state.
+        from grace.engine.groups.kinds import elementwise  # imports the methods
+
+        setup = self._setup
+        if not _simple(unit) or setup.plain(unit, level) or unit.narrow or setup.store.any(unit, level):
+            return False
+        if setup.offload is not None and unit.name in setup.offload.units:
+            return False
+        way = setup.ways.at(unit.name, level)
+        return elementwise(way.method, way.communicator)
 
     def _kind(self, unit: Unit, level: int) -> Any:
         # What units must share to form a group; None for a unit that is exchanged by itself.
@@ -146,3 +178,7 @@ class GroupBook:
 
 def _simple(unit: Unit) -> bool:
     return len(unit.tensors) == 1 and unit.tensors[0].dtype == "float32"
+
+
+def _names(units: Sequence[Unit]) -> tuple[str, ...]:
+    return tuple(unit.tensors[0].name for unit in units)

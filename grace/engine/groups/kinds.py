@@ -1,10 +1,14 @@
-"""Which class of groups exchanges a tensor."""
+"""Which class of groups exchanges a tensor, and which tensors travel as one vector."""
 
 from __future__ import annotations
 
 from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce
+from grace.communicators.hierarchical import Hierarchical
 from grace.communicators.twostage import TwoStage
+from grace.compressors.bf16 import BF16
+from grace.compressors.fp16 import FP16
+from grace.compressors.none import NoCompression
 from grace.compressors.powersgd import PowerSGD
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
@@ -12,6 +16,7 @@ from grace.core.method import Method
 from grace.engine.groups.exchanges import RESIDUAL, GatheredGroup, Group, TwoStageGroup
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
 from grace.engine.groups.recipes import recipe
+from grace.memories.none import NoMemory
 
 GROUPS: dict[type[Communicator], type[Group]] = {Allgather: GatheredGroup, TwoStage: TwoStageGroup}
 
@@ -40,3 +45,11 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
     forms = {None if each is None else each.coded is not None for each in recipes}
     form = forms.pop()
     return None if form is None or forms else (found, form)
+
+
+def elementwise(method: Method, communicator: Communicator) -> bool:
+    """Whether tensors may be exchanged as one vector: each element is compressed alone, and without random numbers."""
+    compressor = method.compressor
+    alone = type(compressor) in (FP16, NoCompression) or (type(compressor) is BF16 and not compressor.traits.unbiased)
+    carriers = (Allreduce, Allgather, TwoStage, Hierarchical)
+    return alone and type(method.memory) is NoMemory and type(communicator) in carriers

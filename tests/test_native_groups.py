@@ -9,6 +9,7 @@ from methods import PLAIN, backend, built, lockstep, states, unchanged
 from grace.core.collectives import AllToAll, arrays_of
 from grace.engine.groups.book import GroupBook
 from grace.engine.groups.rows import RowTable
+from grace.engine.scheduler import RoundScheduler
 from grace.factory import grace_from_params
 from grace.kernels import library
 from grace.kernels.rows import NUMBERS, Refused, Rows
@@ -478,3 +479,63 @@ def test_a_method_without_a_recipe_is_exchanged_tensor_by_tensor():
     assert not layout.groups
     assert [unit.name for unit in layout.rest] == ["w"]
     assert [joined.names for joined in layout.joined] == [("v",)]
+
+
+# -- the order of rounds ----------------------------------------------------------------------------------------------
+class Alone(LocalTransport):
+    """One worker, which lists the messages that it sends: bucket.round."""
+
+    lockstep = False
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def start(self, collectives, name):
+        bucket, *_, number = name.removeprefix("bucket").split(".")
+        self.sent.append(f"{bucket}.{number}")
+        return super().start(collectives, name)
+
+
+TWO_ROUNDS = {
+    "a group": {"compressor": "blockint", "communicator": "twostage"},
+    "tensor by tensor": {"compressor": "threshold", "threshold": 0.1, "communicator": "twostage"},
+    "as one vector": {"compressor": "bf16", "communicator": "twostage"},
+    "low rank": {"compressor": "powersgd"},
+}
+
+
+@pytest.mark.parametrize("arrive", ["in order", "late", "together", "not all"])
+@pytest.mark.parametrize("params", TWO_ROUNDS.values(), ids=TWO_ROUNDS)
+def test_second_rounds_begin_during_the_backward_pass_in_one_order(params, arrive):
+    """However gradients arrive, and also where a worker gives up: all workers send in the same order."""
+    transport = Alone()
+    grace = grace_from_params({"min_numel": 0, "bucket_mb": 4000 / 2**20, **params}, transport)
+    gradients = {f"t{number}": np.ones((25, 20), np.float32) for number in range(8)}
+    grace.build(gradients)
+    names = [[unit.name for unit in bucket.units] for bucket in grace.setup.table.buckets]
+    assert list(map(len, names)) == [2, 2, 2, 2]
+    if arrive == "together":
+        grace.start_all(gradients)
+    for number in {"in order": (0, 1, 2, 3), "late": (1, 3, 0), "not all": (0,)}.get(arrive, ()):
+        for name in names[number]:
+            grace.start(name, gradients[name])
+    if arrive == "in order":
+        assert transport.sent[-2:] == ["3.0", "2.1"]
+    if arrive == "not all":
+        with pytest.raises(RuntimeError, match="gave up"):
+            grace.abort("as a test")
+    else:
+        grace.flush()
+    assert transport.sent == ["0.0", "1.0", "0.1", "2.0", "1.1", "3.0", "2.1", "3.1"]
+
+
+def test_a_message_with_a_single_round_is_awaited_at_the_end(monkeypatch):
+    transport = Alone()
+    grace = grace_from_params({"compressor": "blockint", "min_numel": 0, "bucket_mb": 1e-3}, transport)
+    gradients = {f"t{number}": np.ones(1000, np.float32) for number in range(4)}
+    grace.build(gradients)
+    monkeypatch.setattr(RoundScheduler, "advance", lambda self: pytest.fail("waits for a message"))
+    for name, gradient in gradients.items():
+        grace.start(name, gradient)
+    assert transport.sent == ["0.0", "1.0", "2.0", "3.0"]

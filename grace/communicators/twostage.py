@@ -30,6 +30,7 @@ class TwoStage(Communicator):
     so that all have equally many elements, with at most 6 k elements of traffic; here each shard sends its share of k.
     """
 
+    rounds = 2
     min_shard: int = 0
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ class Communicator(ABC):
 
     reduce_scatters: ClassVar[bool] = False
     """Whether it reduce-scatters: x has one row per worker, and the result on a worker is the mean of its row."""
+    rounds: ClassVar[int] = 1
+    """Number of messages that `reduce` sends at least, one after the other, besides those of the method."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, for a method that this communicator cannot carry."""

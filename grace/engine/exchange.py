@@ -28,6 +28,7 @@ class Exchange:
         self._donated: set[str] = set()
         self._flights: list[Flight] = []
         self._launched = 0  # number of launched buckets
+        self._followed = 0  # number of messages that `_begin_second_rounds` has seen
         self._departed = False  # whether all launched buckets were sent; some may still wait for the thread pool
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
         self._samples: dict[Unit, Array] = {}  # samples of this worker's gradients, to measure noise
@@ -85,6 +86,7 @@ class Exchange:
             units = tuple(unit for unit in units if not left.issuperset(tensor.name for tensor in unit.tensors))
         if units:
             self.launch(bucket.name, units)
+            self._begin_second_rounds()
 
     def launch_rest(self) -> None:
         """Launch all remaining buckets."""
@@ -93,8 +95,11 @@ class Exchange:
 
     def launch_names(self, names: Iterable[str], together: str) -> None:
         """Launch the units of these tensors: one message per bucket, or a single one named ``together``."""
-        for label, units in self._setup.table.messages(tuple(names), together):
+        messages = self._setup.table.messages(tuple(names), together)
+        for label, units in messages:
             self.launch(label, units)
+        if len(messages) == 1:  # one of the messages of a backward pass
+            self._begin_second_rounds()
 
     def launch(self, name: str, units: tuple[Unit, ...]) -> None:
         """Send units as one message per round."""
@@ -114,6 +119,19 @@ class Exchange:
                 self._flights.append(self._flight(label, part, dict.fromkeys(group, 0), Layout(rest=tuple(group))))
             else:
                 self._switch(label, part)
+
+    def _begin_second_rounds(self) -> None:
+        # Begin the second round of all messages but the last, while gradients are still computed. This depends on the
+        # messages alone, so all workers send in one order. Not for workers in lockstep, which must all post a message
+        # before one waits; nor on devices, whose computation would wait; nor where a thread pool sends.
+        setup = self._setup
+        if setup.transport.lockstep or setup.xp.tracing or not on_host(setup.xp) or setup.offload is not None:
+            return
+        for flight in self._flights[self._followed : -1]:
+            self._followed += 1
+            if flight.several:
+                with setup.xp.quiet():
+                    flight.scheduler.advance()
 
     def _vectors(self, units: tuple[Unit, ...], layout: Layout) -> dict[Unit, Array]:
         # Each unit's gradients as a vector, with what a change of strategy left.

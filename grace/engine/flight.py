@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grace.core import Array, Program
+from grace.core import Array, Combine, Program
 from grace.core.collectives import Reduce
 from grace.core.method import Undecoded
 from grace.engine.buckets import Unit
@@ -60,6 +60,16 @@ class Flight:
             except BaseException:
                 self.undo()
                 raise
+
+    @property
+    def several(self) -> bool:
+        """Whether it sends messages after the first one."""
+        layout, ways = self.layout, self._setup.ways
+        each = [ways.at(unit.name, self.levels[unit]) for unit in layout.rest if unit not in self.plain]
+        each += [joined.way for joined in layout.joined if joined.way is not None]
+        agreed = any(way.method.compressor.traits.combine is Combine.AGREED for way in each)
+        rounds = [way.communicator.rounds for way in each] + [grouped.group.rounds for grouped in layout.groups]
+        return agreed or max(rounds, default=1) > 1
 
     def _program(self, unit: Unit) -> Program[Any]:
         setup, level = self._setup, self.levels[unit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -93,6 +93,9 @@ class Group(ABC):
     ``cells``: of each unit, the state's cells by key. ``x``: the addresses of the units' vectors, float32[n].
     """
 
+    rounds: ClassVar[int]
+    """Number of messages that an exchange sends, one after the other."""
+
     def __init__(
         self,
         xp: Backend,
@@ -163,6 +166,8 @@ class Group(ABC):
 class GatheredGroup(Group):
     """The exchange of communicator "allgather"."""
 
+    rounds = 1
+
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         compressor = self.method.compressor
@@ -198,6 +203,8 @@ class GatheredGroup(Group):
 
 class TwoStageGroup(Group):
     """The exchange of communicator "twostage"."""
+
+    rounds = 2
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)

@@ -26,6 +26,8 @@ class Factors:
 class LowRankGroup(Group):
     """PowerSGD with communicator "allreduce". A unit's Q is a view of one vector, and so is its P."""
 
+    rounds = 2
+
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         compressor: PowerSGD = self.method.compressor  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,119 @@ def test_the_compiler_warns_of_nothing():
 @pytest.mark.timeout(2400)
 def test_sanitizers_find_nothing():
     assert "nothing found" in compiled("scripts/sanitize_kernels.py", "scalar")
+
+
+# Half of each element, as a user would add it: the edits of all files that a kernel needs.
+TOY = {
+    "grace/kernels/schema.py": (
+        'codec(\n    "onebit",',
+        """codec(
+    "toy",
+    {"halves": "float32[n]"},
+    "",
+    \"\"\"Encode: half of each element. Method: tests.\"\"\",
+    swaps=True,
+)
+""",
+    ),
+    "grace/kernels/kernels.cc": (
+        "API void grace_onebit_encode(",
+        """API void grace_toy_encode(const Loops*, const float* x, const float* residual, float* out, float* halves,
+                          int64_t n, int64_t, int64_t swap) {
+  for (int64_t i = 0; i < n; i++) {
+    const float last = residual ? residual[i] : 0, v = x[i] + last;
+    halves[i] = v / 2;
+    if (out) out[i] = v - halves[i];
+    if (swap) const_cast<float*>(x)[i] = last;
+  }
+}
+
+API void grace_toy_mean(const Loops*, const float* const* halves, int64_t workers, float* out, int64_t n, int64_t) {
+  for (int64_t i = 0; i < n; i++) {
+    float sum = 0;
+    for (int64_t w = 0; w < workers; w++) sum += halves[w][i];
+    out[i] = sum / float(workers);
+  }
+}
+
+""",
+    ),
+    "grace/engine/groups/recipes.py": (
+        "RECIPES: dict",
+        """from toy import Toy
+
+
+def _toy(compressor: Toy, ctx: Context) -> Recipe:
+    return _coded("toy", ctx.size, {})
+
+
+""",
+    ),
+    "scripts/kernels_driver.cc": (
+        "  grace_onebit_encode(",
+        """  grace_toy_encode(loops, x.data(), residual.data(), residual.data(), mean.data(), n, threads, swap);
+  grace_toy_mean(loops, scaled, 0, mean.data(), n, threads);
+""",
+    ),
+}
+METHOD = """
+from dataclasses import dataclass
+from grace.core import Compressor, Traits
+from grace.ops.validate import fitting
+
+
+@dataclass(frozen=True)
+class Toy(Compressor):
+    traits = Traits(block_size=1, nonfinite_in_payload=True)
+
+    def compress(self, x, state, ctx):
+        return (x / 2,), state
+
+    def decompress(self, payload, ctx):
+        return fitting(ctx.xp, payload[0], "float32", ctx.size, "halves")
+"""
+TRAINED = """
+import os
+import numpy as np
+import grace
+from grace.kernels.build import build
+from toy import Toy
+
+assert build("kernels", "scalar")
+found = {}
+for kernels in ("scalar", "off"):
+    os.environ["GRACE_KERNELS"] = kernels
+    grc = grace.grace_from_params({"compressor": Toy(), "min_numel": 0}, "local")
+    draw = np.random.default_rng(0)
+    grc.build({f"t{n}": np.zeros(n, np.float32) for n in (7, 100)})
+    for _ in range(3):
+        means = grc.step({f"t{n}": draw.standard_normal(n).astype("float32") for n in (7, 100)})
+    (layout,) = grc.setup.groups._known.values()
+    assert [len(each.units) for each in layout.groups] == ([2] if kernels == "scalar" else [])
+    found[kernels] = means
+for name, mean in found["scalar"].items():
+    np.testing.assert_array_equal(mean, found["off"][name])
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_a_kernel_takes_four_files_and_the_header_that_is_written(tmp_path):
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    for name in ("grace", "scripts", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "grace" / "kernels" / "_lib").mkdir()
+    (tmp_path / "toy.py").write_text(METHOD)
+    for name, (anchor, added) in TOY.items():
+        text = (tmp_path / name).read_text()
+        assert anchor in text
+        (tmp_path / name).write_text(text.replace(anchor, added + anchor, 1))
+    recipes = tmp_path / "grace" / "engine" / "groups" / "recipes.py"
+    recipes.write_text(recipes.read_text().replace("    TopK: _largest,\n", "    TopK: _largest,\n    Toy: _toy,\n"))
+    tests = ["-m", "pytest", "-q", "tests/test_kernels_schema.py", "-m", "not processes and not exhaustive"]
+    for command in (["-m", "grace.kernels.schema"], ["-c", TRAINED], [*tests, "-k", "not header_compiles"]):
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *command], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

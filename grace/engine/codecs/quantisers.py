@@ -77,9 +77,10 @@ def _unbiased(compressor: Any) -> bool:
 
 
 # -- low-bit floats and codebooks -------------------------------------------------------------------------------------
+NATURAL = {"auto": Codes("natural", 8), "grace": Codes("natural", 8, second=GRACE_TOP)}
+"""By window: the codes of natural compression."""
 _BFLOAT16 = Codes("bfloat16", 16)
 _FP8 = {name: Codes("fp8", 8, *layout, factor=1.0 / layout.largest) for name, layout in FORMATS.items()}
-_NATURAL = {"auto": Codes("natural", 8), "grace": Codes("natural", 8, second=GRACE_TOP)}
 
 
 @cache
@@ -131,7 +132,7 @@ CALLS: dict[type, Calls] = {
     Sketch: whole("sketch", lambda c, ctx: c.sizes(ctx) if ctx.size < 2**31 else None),
     BF16: blockwise("codes", lambda c: (0, _BFLOAT16), draws=_unbiased),
     FP8: blockwise("codes", lambda c: (c.block_size, _FP8[c.format]), draws=_unbiased),
-    Natural: blockwise("codes", lambda c: (c.block_size, _NATURAL[c.window]), draws=lambda c: c.stochastic),
+    Natural: blockwise("codes", lambda c: (c.block_size, NATURAL[c.window]), draws=lambda c: c.stochastic),
     NaturalDithering: blockwise(
         "codes", lambda c: (c.block_size, _dithered(c.s, c.bits)) if c.base == 2 else None, draws=_always
     ),

@@ -68,6 +68,7 @@ class Parts(Protocol):
     store: Any
     offload: Any
     method: Any
+    options: Any
 
     @property
     def xp(self) -> Backend: ...
@@ -170,7 +171,8 @@ class GroupBook:
         if setup.offload is not None and unit.name in setup.offload.units:
             return None
         way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)
-        kind = kind_of(way.method, way.communicator, setup.context(unit, 0), cells)
+        judged = bool(cells) or setup.options.nonfinite != "poison"
+        kind = kind_of(way.method, way.communicator, setup.context(unit, 0), cells, judged)
         if kind is None or any(not isinstance(cell, RowCell) for cell in cells.values()):
             return None
         return kind, setup.ways.level(unit.name, level)

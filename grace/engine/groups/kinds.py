@@ -21,10 +21,12 @@ from grace.memories.none import NoMemory
 GROUPS: dict[type[Communicator], type[Group]] = {Allgather: GatheredGroup, TwoStage: TwoStageGroup}
 
 
-def kind_of(method: Method, communicator: Communicator, ctx: Context, state: State) -> tuple[type[Group], bool] | None:
+def kind_of(
+    method: Method, communicator: Communicator, ctx: Context, state: State, judged: bool
+) -> tuple[type[Group], bool] | None:
     """What units of one group share: the class, and whether positions travel coded.
 
-    None for a tensor that the native library cannot exchange in a group.
+    None for a tensor that the native library cannot exchange in a group. ``judged``: whether its mean must be finite.
     """
     memory, compressor = method.memory, method.compressor
     if ctx.size == 0 or not memory.standard_feedback or type(memory).after_mean is not Memory.after_mean:
@@ -32,7 +34,7 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
     if type(communicator) is Allreduce and type(compressor) is PowerSGD:
         return (LowRankGroup, False) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
     found = GROUPS.get(type(communicator))
-    if found is None or not compressor.traits.nonfinite_in_payload:
+    if found is None or (judged and not compressor.traits.nonfinite_in_payload):
         return None
     if any(not key.endswith(RESIDUAL) for key in state):
         return None

@@ -84,10 +84,12 @@ class _Draws:
             self._noise.set(n=np.append(lasts, NOISE), out=np.append(places, self._table.ctypes.data))
             rows.set(table=self._table.ctypes.data, offsets=places + 2 * firsts)
 
-    def at(self, step: int) -> None:
-        """Set the columns for a step."""
+    def at(self, step: int, codecs: _Codecs | None = None) -> None:
+        """Set the columns for a step, or the keys of ``codecs``."""
         keys = self._keys_of(self._stems, step)
-        if "key0" in self._rows:
+        if codecs is not None:
+            codecs.keys[:] = keys.T
+        elif "key0" in self._rows:
             self._rows.set(key0=keys[0], key1=keys[1])
         if self._noise is not None:
             table = self._keys_of(self._table_stem, step)
@@ -99,6 +101,24 @@ class _Draws:
         where = keys.ctypes.data
         self._library.stream_keys(stems.ctypes.data, len(stems), step, self._worker, where, where + 8 * len(stems))
         return keys
+
+
+class _Codecs:
+    """The structures that describe a group's codes, one for each point, as a column of a table of calls."""
+
+    def __init__(self, points: Sequence[Point], rows: Rows):
+        made = [
+            point.recipe.codec.with_random((0, 0) if point.recipe.draws else None)
+            for point in points
+            if point.recipe.codec
+        ]
+        kind, count = type(made[0]), len(made)
+        self._memory = (kind * count)(*made)
+        size, at = ctypes.sizeof(kind), ctypes.addressof(self._memory)
+        rows.set(codec=at + size * np.arange(count))
+        memory = np.frombuffer(memoryview(self._memory).cast("B"), np.uint8)
+        self.keys: Any = np.ndarray((count, 2), np.uint32, memory, kind.key0.offset, (size, 4))
+        """uint32[points, 2]: the keys of each point's random stream."""
 
 
 class _Coding:
@@ -140,6 +160,7 @@ class Encoder:
         self._rows = rows = Rows(library, recipe.encode, len(points))
         _constants(rows, points, 1 if self._threads > 1 else threads)
         self._draws = _Draws(library, points, rows) if recipe.draws else None
+        self._codecs = _Codecs(points, rows) if recipe.codec is not None else None
         self._coding = _Coding(library, points, "positions_write") if recipe.coded else None
 
     def encode(self, x: Any, old: Any, new: Any, out: int, step: int) -> None:
@@ -150,8 +171,9 @@ class Encoder:
         """
         rows = self._rows
         if self._draws is not None:
-            self._draws.at(step)
-        rows.set(x=x, residual=old, out=new, swap=(old == new) & (new != 0))
+            self._draws.at(step, self._codecs)
+        given = {"x": x, "residual": old, "out": new, "swap": (old == new) & (new != 0)}
+        rows.set(**{name: values for name, values in given.items() if name in rows})
         base, places = out + self.message.begins, self.message.places
         rows.set(**{array: base + at for array, at in places.items() if array in rows})
         if self._coding is not None:
@@ -186,11 +208,12 @@ class Decoder:
         if recipe.counted:
             rows.keep("counts", [np.full(count, point.recipe.arrays[0][2], np.int64) for point in points])
         self._draws = _Draws(library, points, rows) if recipe.draws and "key0" in rows else None
+        self._codecs = _Codecs(points, rows) if recipe.codec is not None else None
         lengths = {
             array: [point.recipe.arrays[c][2] for point in points] for c, (array, *_) in enumerate(recipe.arrays)
         }
         self._floats = {array: np.array(lengths[array]) for array, dtype, _ in recipe.arrays if dtype == "float32"}
-        self._regions = [self._region(sender) for sender in np.unique(senders).tolist()]
+        self._regions = [self._region(sender) for sender in np.unique(senders).tolist()] if self._floats else []
 
     def _region(self, sender: int) -> tuple[int, int, int]:
         # A message's number, and the offset and the count of the float32 numbers in it, which lie side by side.

@@ -12,13 +12,17 @@ import numpy as np
 from grace.compressors.blockint import BlockInt
 from grace.compressors.eden import Eden
 from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.natural import Natural
 from grace.compressors.onebit import OneBit
 from grace.compressors.qsgd import QSGD
+from grace.compressors.signsgd import SignSGD
 from grace.compressors.sparse import kept
 from grace.compressors.terngrad import TernGrad
 from grace.compressors.topk import TopK
 from grace.core import Compressor, Context
-from grace.kernels.schema import CODECS
+from grace.engine.codecs.quantisers import NATURAL
+from grace.kernels import Codes
+from grace.kernels.schema import CODECS, blocks
 from grace.ops import index_coding
 from grace.ops.hadamard import STREAMS, width_of
 from grace.ops.packing import packed_size
@@ -46,6 +50,8 @@ class Recipe:
     """Whether the kernel takes noise (`grace.core.rng.Rng.noise`) instead of random words alone."""
     counted: bool = False
     """Whether the mean takes the number of elements that each worker sent."""
+    codec: Codes | None = None
+    """The structure that both kernels take, with the keys of a random stream."""
     coded: Mapping[str, int] | None = None
     """Arguments of the kernels that code positions, if they are sent coded, in `PLANES` planes and "upper"."""
 
@@ -78,6 +84,16 @@ def _integers(compressor: BlockInt, ctx: Context) -> Recipe:
 def _levels(compressor: QSGD, ctx: Context) -> Recipe:
     how = {"block": compressor.bucket_size, "bits": compressor.bits, "levels": compressor.quantum_num}
     return _coded("qsgd", ctx.size, how, draws="round", noise=True)
+
+
+def _votes(compressor: SignSGD, ctx: Context) -> Recipe | None:
+    return _coded("signsgd", ctx.size, {}) if compressor.packed else None
+
+
+def _powers(compressor: Natural, ctx: Context) -> Recipe:
+    n, block, draws = ctx.size, compressor.block_size, "round" if compressor.stochastic else ""
+    arrays = (("codes", "uint8", n), ("scales", "int32", blocks(n, block)))
+    return Recipe("codes_encode", "codes_mean", arrays, {"block": block}, draws=draws, codec=NATURAL[compressor.window])
 
 
 def _ternary(compressor: TernGrad, ctx: Context) -> Recipe | None:
@@ -124,6 +140,8 @@ RECIPES: dict[type, Callable[[Any, Context], Recipe | None]] = {
     BlockInt: _integers,
     QSGD: _levels,
     TernGrad: _ternary,
+    SignSGD: _votes,
+    Natural: _powers,
     Eden: _rotated,
     TopK: _largest,
 }

@@ -204,6 +204,46 @@ def test_a_thrown_away_exchange_of_a_group_leaves_no_trace(carrier, method):
     assert unchanged(states(graces), states(others))
 
 
+@pytest.mark.parametrize("to", [3, 4], ids=["a group", "a vector"])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_what_a_change_of_method_left_is_kept_until_an_exchange_counts(name, to):
+    """The residual of top-k in two stages goes to the next gradient, by a group or as one vector; once, if applied."""
+    candidates = [
+        {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage"},
+        {"compressor": "blockint"},
+    ]
+    xp, auto = backend(name), {"compressor": "auto", "candidates": [*candidates, "fp16"]}
+    graces, others = team(auto, 3, xp), team(auto, 3, xp)
+    for each in [*graces, *others]:
+        each.defer_commit = True
+
+    def move(grace, level):
+        for tensor in grace.names:
+            before, grace.schedule.decision.levels[tensor] = grace.schedule.level(tensor), level
+            grace.setup.switch_level(tensor, before)
+
+    for team_ in (graces, others):
+        for each in team_:
+            move(each, 2)
+        step(team_, xp, 1)
+        for each in team_:
+            each.commit()
+            move(each, to)
+    carried = [{key: array for key, array in each.items() if key[1] == "carried"} for each in states(graces)]
+    assert all(any(array.any() for array in each.values()) for each in carried)
+    layout = groups_of(graces[0])
+    assert [len(each.units) for each in (*layout.groups, *layout.joined)] == [len(SIZES)]
+    step(graces, xp, 7)
+    for each in graces:
+        each.discard()
+    assert unchanged(states(graces), states(others))
+    equal(step(graces, xp, 2), step(others, xp, 2))
+    for each in [*graces, *others]:
+        each.commit()
+    assert unchanged(states(graces), states(others))
+    assert not any(array.any() for each in states(graces) for key, array in each.items() if key[1] == "carried")
+
+
 def test_tensors_of_a_group_are_decided_apart():
     xp = backend("torch")
     graces, others = team(METHODS["signs"], 2, xp), team(METHODS["signs"], 2, xp)

@@ -128,11 +128,11 @@ class Rng:
     def noise(self, n: int) -> Any:
         """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
 
-        Element j is a fraction of 16 bits: the upper 16 bits of word j mod 2**16 of a table that all tensors of a step
-        share, plus those of word j // 2**16 of this stream, modulo 1. Any two elements are independent, so rounding
-        errors add up as those of independent numbers do. If an element is added to a float32 of magnitude below 2**7,
-        rounding never carries the sum over to the next integer. Probabilities are exact up to 2**-17, and so is the
-        expectation of floor(x + noise); a fraction below 2**-17 is always rounded down.
+        Element j is 2**-17 plus a fraction of 16 bits: the upper half of word j mod 2**16 of a table that all tensors
+        of a step share, plus that of word j // 2**16 of this stream, modulo 1. Any two elements are independent, so
+        rounding errors add up as those of independent numbers do. In a sum with a float32 of magnitude below 2**7,
+        float rounding reaches the next integer only from within 2**-25 below 1. Probabilities are exact up to about
+        2**-17, and so is the expectation of floor(x + noise).
         """
         return self._xp.random.noise(self.table, self.keys, self.offset, n)
 

@@ -108,12 +108,14 @@ class Commit:
         if not joined.counts:
             self._count_joined(joined)
         self._setup.meter.repeat(joined.counts)
-        if self._setup.options.nonfinite == "poison" and not self._holders:
+        if self._setup.options.nonfinite == "poison" and not self._holders and not self._setup.store.carries:
             shapes = [unit.shape for unit in joined.units]
             return self._shaped(joined.names, parts, shapes)
         means: dict[str, Array | None] = {}
         for unit, part in zip(joined.units, parts, strict=True):
             part, ok = (part, None) if self._absent(unit) or not self._judged(unit) else self._judge(unit, part)
+            if ok is not None:
+                self._setup.store.commit_carried(unit, ok, self._flat[unit])
             means |= self._by_tensor(unit, self._zeroed(unit, part, ok))
         return means
 

@@ -190,7 +190,7 @@ class Line:
 
     @property
     def norm(self) -> float | None:
-        """Norm of all residuals together; None if there are none."""
+        """Norm of all finite residuals together; None if there are none."""
         known = [norm for norm in self.residual if norm is not None]
         return math.hypot(*known) if known else None
 

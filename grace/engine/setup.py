@@ -320,8 +320,11 @@ class Setup:
         measured, alone = self.measures_noise, set(layout.rest)
         for each in layout.groups:
             each.group.hold()
-        for unit in layout.rest if self.schedule is None else units:
-            for cell in self.cells(unit, measured, unit in alone):
+        for unit in layout.rest if self.schedule is None and not self.store.carries else units:
+            cells = self.cells(unit, measured, unit in alone)
+            if unit not in alone and (carried := self.store.carried(unit)) is not None:
+                cells = [*cells, carried]
+            for cell in cells:
                 self.snapshot.take(self.xp, cell)
 
     def cells(self, unit: Unit, measured: bool = True, state: bool = True) -> list[Any]:

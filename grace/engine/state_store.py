@@ -228,7 +228,7 @@ class StateStore:
 
     def with_carried(self, unit: Unit, x: Array) -> Array:
         """A gradient plus the residual that a change of strategy left."""
-        cell = self._carried(unit)
+        cell = self.carried(unit)
         return x if cell is None else x + cell.read()  # not in place: for a dense tensor, x may be the user's gradient
 
     def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> None:
@@ -240,7 +240,7 @@ class StateStore:
 
     def commit_carried(self, unit: Unit, ok: Array, x: Array) -> None:
         """Zero what a change of strategy left, and x holds, if ``ok``."""
-        if (carried := self._carried(unit)) is not None:
+        if (carried := self.carried(unit)) is not None:
             self._assign(carried, ok, self.xp.zeros(self.xp.shape(x)[0], unit.dtype), x)
             if not self.xp.traced and ok:
                 self._carrying.discard(unit.name)
@@ -251,8 +251,8 @@ class StateStore:
             if key == CARRIED or parsed(key)[2] == "residual":
                 cell.assign(self.xp.zeros(self.xp.shape(cell.read()), self.xp.dtype(cell.read())))
 
-    def _carried(self, unit: Unit) -> Any:
-        # The cell of the residual that a change of strategy left, if it may be non-zero.
+    def carried(self, unit: Unit) -> Any:
+        """The cell of the residual that a change of strategy left, if it may be non-zero; else None."""
         cell = self._cells[unit.name][0].get(CARRIED)
         return cell if self.xp.traced or unit.name in self._carrying else None
 

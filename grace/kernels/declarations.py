@@ -102,7 +102,7 @@ def chosen(n: int, chunk: int, k: int) -> int:
 
 
 def kernel(declaration: str, doc: str = "", **more: Any) -> None:
-    """Add a row. ``declaration``: in C, without the argument for the loops."""
+    """Add a kernel. ``declaration``: in C, without the first argument, `loops`."""
     head, _, arguments = declaration.removesuffix(")").partition("(")
     result, _, name = head.rpartition(" ")
     parsed = tuple(Argument.parse(each) for each in arguments.split(", ") if each)

@@ -200,7 +200,7 @@ API double grace_timeline_set(void* line, const int64_t* tensors, const int64_t*
   return it->play(*std::min_element(tensors, tensors + n), NEVER, true);
 }
 
-// The time if some tensors had these chains, or infinity once it is at least `best`.
+// Returns the time with these chains; infinity as soon as a lower bound reaches `best`.
 API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* chains, int64_t n, double best) {
   auto* it = static_cast<Timeline*>(line);
   double kept[RESOURCES];

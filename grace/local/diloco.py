@@ -270,7 +270,7 @@ class DiLoCo:
             self._look()
 
     def _look(self) -> None:
-        # Remember the parameters as a step or a landing leaves them.
+        # Keep a sample of the parameters, to detect later writes.
         with self._model.access.inside():
             self._left = self._model.sample()
 

@@ -144,7 +144,7 @@ class Lab:
 
     @property
     def topology(self) -> str:
-        """``"4"``, or ``"2x2"`` for 2 hosts with 2 workers each."""
+        """``"4"`` for 4 hosts with a worker each, ``"2x2"`` for 2 with 2 each."""
         return topology(len(self.hosts), self.workers_per_host)
 
     @property

@@ -118,8 +118,7 @@ def jobs(
     """All combinations as jobs; ``methods``: by toolkit. Method "auto" measures the links, so it trains at each
     bandwidth.
 
-    For each number of workers, the method is the outer loop, baselines first: if time runs out, all tasks have the same
-    methods.
+    For each number of workers, all tasks run one method before the next, baselines first, in case time runs out.
     """
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))

@@ -154,7 +154,7 @@ class GroupBook:
         from grace.engine.groups.kinds import elementwise  # imports the methods
 
         setup = self._setup
-        if not _simple(unit) or setup.plain(unit, level) or unit.narrow or setup.store.any(unit, level):
+        if not _simple(unit) or setup.plain(unit, level) or unit.narrow or setup.store.cells_by_key(unit, level):
             return False
         if setup.offload is not None and unit.name in setup.offload.units:
             return False

@@ -139,9 +139,8 @@ void grace_eden_mean(const grace::Loops* loops, const uint8_t* const codes[], co
 void grace_thc_norms(const grace::Loops* loops, const float* x, float* norms, int64_t n, int64_t block,
                      int64_t threads);
 
-// Encode: rotate blocks as eden_encode does, and round each element at random to steps 0 .. top. Method:
-// grace.compressors.thc. codes[width * m]: uint8, or int32 if wide != 0. factor: steps per unit. Noise as in
-// blockint_encode.
+// Encode: r = x / norm, rotated as in eden_encode and clipped to -cut .. cut. Round (r + cut) * factor at random to 0
+// .. top. Method: grace.compressors.thc. codes[width * m]: uint8, or int32 if wide. Noise as in blockint_encode.
 void grace_thc_encode(const grace::Loops* loops, const float* x, const float* norms, uint8_t* codes, int64_t n,
                       int64_t width, int64_t top, int64_t wide, float cut, float factor, const uint16_t* table,
                       const uint16_t* offsets, int64_t key0, int64_t key1, int64_t start, int64_t threads);

@@ -54,8 +54,8 @@ INLINE F added(F sum, F x, F y) {
   return sum + x * y;
 }
 
-// Multiplies rows first .. first + ROWS - 1 of a matrix, float32[.., n], by n rows of N vectors, which are `apart`.
-// Calls emit(row, lane, vector) for each result.
+// Multiplies rows first .. first + ROWS - 1 of matrix[.., n] by x: n rows of N vectors, `apart` elements apart. Calls
+// emit(row, lane, vector) for each result.
 template <bool ONCE, int64_t ROWS, int64_t N, class Emit>
 INLINE void some_products(const float* matrix, int64_t n, int64_t first, const float* x, int64_t apart,
                           const Emit& emit) {

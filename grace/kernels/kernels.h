@@ -129,11 +129,11 @@ struct Terms {
 // Loops that serve one method each (methods-inl.h, cosines-inl.h). The conventions of `Loops` apply.
 struct MethodLoops {
   // sketch. order_keys: keys[n] = integers that compare like the floats. order_bins: for each key, add 2^40 + its lower
-  // 16 bits to bins[its upper 16 bits]; bins has 65536 entries, n < 2^24.
+  // 16 bits to bins[(key >> 16) + 32768]; bins has 65536 entries, n < 2^24.
   void (*order_keys)(const float* x, int64_t n, int32_t* keys);
   void (*order_bins)(const float* x, int64_t n, uint64_t* bins);
-  // sketch. Look up codes by the upper 16 bits of keys: code = places[bits] & 255. Elements with places[bits] >= 256
-  // are also written to values and positions, which need room for 16 more. Returns the number of these elements.
+  // sketch. Look up codes: place = places[(key >> 16) + 32768], code = place & 255. Elements with place >= 256 are also
+  // written to values and positions, which need room for 16 more. Returns the number of these elements.
   int64_t (*order_codes)(const float* x, int64_t n, const uint16_t* places, int bits, uint8_t* codes, float* values,
                          int32_t* positions);
   // sketch. Encode: code = the number of bounds below the element's key. bounds[512] ascend; at most 2 * step - 1 are
@@ -143,8 +143,8 @@ struct MethodLoops {
   // sketch. Average. tables[workers, 256]: the value of each code.
   void (*sketch_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
                      int64_t begin, int64_t end, bool stream);
-  // adaq. Count signs: counts[2] += the numbers of elements above and below zero. out = x + residual. Returns the bits
-  // of the largest magnitude.
+  // adaq. out = v = x + residual. counts[0] += the number of v > 0, counts[1] += that of v < 0. Returns the bits of the
+  // largest magnitude.
   int32_t (*adaq_count)(const float* x, const float* residual, float* out, int64_t n, int64_t* counts);
   // inceptionn. Count: counts[3] = the numbers of elements that are sent in 32, 16 and 8 bits.
   void (*inceptionn_count)(const Inceptionn* how, const float* x, int64_t n, int64_t* counts);

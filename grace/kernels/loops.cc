@@ -392,7 +392,7 @@ void lowrank_right(const float* m, const float* p, float* q, int64_t rows, int64
   }
 }
 
-// Takes RANKS factors at a time. Each group of factors continues from the result of the previous one.
+// Takes RANKS columns of p and rows of q at a time; later groups continue from the result in out.
 void lowrank_product(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
   if (x)
     product_of<TAKEN, false>(const_cast<float*>(x), p, q, out, rows, b, r, r);

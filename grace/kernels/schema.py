@@ -149,9 +149,8 @@ STEPS = "int64_t n, int64_t width, int64_t top, int64_t wide, float cut, float f
 kernel(
     "void thc_encode(const float* x, const float* norms, uint8_t* codes, "
     f"{STEPS}, const uint16_t* table, const uint16_t* offsets, {KEYS} = 0, {THREADS})",
-    """Encode: rotate blocks as eden_encode does, and round each element at random to steps 0 .. top. Method:
-    grace.compressors.thc. codes[width * m]: uint8, or int32 if wide != 0. factor: steps per unit. Noise as in
-    blockint_encode.""",
+    """Encode: r = x / norm, rotated as in eden_encode and clipped to -cut .. cut. Round (r + cut) * factor at random to
+    0 .. top. Method: grace.compressors.thc. codes[width * m]: uint8, or int32 if wide. Noise as in blockint_encode.""",
 )
 kernel(
     "void thc_values(const float* x, const uint8_t* codes, const float* norms, float* out, int64_t n, int64_t width, "

@@ -74,7 +74,7 @@ Status topk_shape(InferenceContext* c) {
   return OkStatus();
 }
 
-// Returns the number of bits of a code for 2^bits levels; 0 if the number of levels is not a power of two.
+// Returns the bits of a code: 1 .. 8 if there are 2^bits levels; 0 for any other number of levels.
 int64_t bits_of(const std::vector<float>& levels) {
   for (int64_t bits = 1; bits <= 8; bits++)
     if (levels.size() == size_t(1) << bits) return bits;
@@ -392,7 +392,7 @@ class Rotated : public GraceOp {
     OP_REQUIRES_OK(c, c->GetAttr("levels", &levels_));
     OP_REQUIRES_OK(c, c->GetAttr("start", &start_));
     bits_ = bits_of(levels_);
-    OP_REQUIRES(c, bits_, errors::InvalidArgument(levels_.size(), " levels: their number must be a power of two"));
+    OP_REQUIRES(c, bits_, errors::InvalidArgument(levels_.size(), " levels: their number must be a power of two from 2 to 256"));
     OP_REQUIRES(c, (width_ & (width_ - 1)) == 0, errors::InvalidArgument("width=", width_, " is no power of two"));
   }
 

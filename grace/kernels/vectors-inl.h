@@ -617,7 +617,7 @@ template <int BITS>
 struct Scaled {
   static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F step;  // the value of one step; for fewer than 8 bits, the values of all codes, repeated to sixteen
+  F step;  // the value of one step; if BITS < 8, a table of 16 entries: each code's value, repeated
   INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];

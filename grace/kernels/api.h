@@ -61,10 +61,10 @@ void grace_blockint_encode(const grace::Loops* loops, const float* x, const floa
 void grace_blockint_mean(const grace::Loops* loops, const uint8_t* const codes[], const float* const scales[],
                          int64_t workers, float* out, int64_t n, int64_t block, int64_t bits, int64_t threads);
 
-// Encode: levels 0 .. `levels`, relative to the norm of each block, with the sign in the top one of 1 .. 8 bits.
-// Method: grace.compressors.qsgd. Noise as in blockint_encode. With levels = 0 and bits = 2: ternary numbers relative
-// to the largest magnitude, drawn without a table with the random words of the keys from position `start` on. Method:
-// grace.compressors.terngrad. codes: uint8[packed(bits, n)]; scales: float32[blocks(n, block)].
+// Encode: codes of 1 .. 8 bits. The top bit is the sign, the others are a level of 0 .. `levels`, relative to the norm
+// of each block. Method: grace.compressors.qsgd. Noise as in blockint_encode. With levels = 0 and bits = 2: ternary
+// numbers relative to the largest magnitude; instead of a table, the random words of the keys from position `start` on
+// are used. Method: grace.compressors.terngrad. codes: uint8[packed(bits, n)]; scales: float32[blocks(n, block)].
 void grace_qsgd_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                        float* scales, int64_t n, int64_t block, int64_t bits, int64_t levels, const uint16_t* table,
                        const uint16_t* offsets, int64_t start, int64_t key0, int64_t key1, int64_t threads,
@@ -85,9 +85,9 @@ void grace_signsgd_encode(const grace::Loops* loops, const float* x, uint8_t* bi
 void grace_signsgd_mean(const grace::Loops* loops, const uint8_t* const bits[], const uint8_t* const flags[],
                         int64_t workers, float* out, int64_t n, int64_t threads);
 
-// Encode: ternary numbers, five in a byte. Method: grace.compressors.threelc. block: a multiple of 40, or 0. runs != 0:
-// one byte replaces a run of zero bytes. Returns the number of bytes to send. bytes: uint8[blocks(n, 5)]; scales:
-// float32[blocks(n, block)].
+// Encode: ternary numbers, five per byte. Method: grace.compressors.threelc. block: a multiple of 40, or 0. runs != 0:
+// one byte replaces 2 .. 14 bytes of five zeros each. Returns the number of bytes to send. bytes: uint8[blocks(n, 5)];
+// scales: float32[blocks(n, block)].
 int64_t grace_threelc_encode(const grace::Loops* loops, const float* x, const float* residual, float* out,
                              uint8_t* bytes, float* scales, int64_t n, int64_t block, float sparsity, int64_t runs,
                              int64_t threads);
@@ -183,11 +183,11 @@ int64_t grace_smallest_words(const grace::Loops* loops, int64_t key0, int64_t ke
 
 // Select the elements that grace.compressors.selectors.Sampled selects, for methods topk and dgc. values and positions
 // have room for `capacity` elements. Returns their number; -2: out of memory; -3 - count: room for `count` elements is
-// needed. The sample has `sample` elements, at the random words from position `start` on, without their signs, modulo
-// n. Its threshold is the rank-th largest magnitude. Candidates are threshold * factors[many], ascending, many <= 255.
-// The candidate is taken whose number of larger elements, at most `most`, is closest to k; miss[many] is added to the
-// distance. first != 0: look first only at the candidates from the one on that about 3 * rank elements of the sample
-// exceed, and at all candidates only if one of the others may be closer.
+// needed. Sample: x[(word & 0x7fffffff) % n] for `sample` random words from position `start` on. Candidate bounds:
+// factors[many], ascending, many <= 255, times the rank-th largest magnitude of the sample. The bound is taken that
+// minimises |min(count, most) - k| + miss[j], where `count` elements exceed bound j. first != 0: to save time, try only
+// the higher bounds, from about the (3 * rank)-th largest magnitude of the sample on; try all bounds if a lower one may
+// be closer.
 int64_t grace_sampled(const grace::Loops* loops, const float* x, int64_t n, int64_t key0, int64_t key1, int64_t start,
                       int64_t sample, int64_t rank, const float* factors, const float* miss, int64_t many,
                       int64_t first, int64_t k, int64_t most, float* values, int32_t* positions, int64_t capacity,
@@ -198,14 +198,14 @@ int64_t grace_sampled(const grace::Loops* loops, const float* x, int64_t n, int6
 int64_t grace_sparse_mean(const grace::Loops* loops, const float* const values[], const int32_t* const positions[],
                           const int64_t counts[], int64_t workers, float* out, int64_t n, int64_t threads);
 
-// Encode positions[k], which must ascend, in the Elias-Fano code ("elias_fano" in grace.ops.index_coding). The `lower`
-// bits of each position go to planes of up to 8 bits. The bits above are coded in unary, in upper[(marks + 7) / 8].
-// Returns the number of positions that fit; k on success.
+// Encode positions[k], which must ascend, in the Elias-Fano code ("elias_fano" in grace.ops.index_coding). The lowest
+// `lower` bits of each position go to planes of up to 8 bits. The bits above are coded in unary, in the first `marks`
+// bits of `upper`. Returns the number of positions that fit; k on success.
 int64_t grace_positions_write(const grace::Loops* loops, const int32_t* positions, int64_t k, int64_t lower,
                               uint8_t* const planes[], uint8_t* upper, int64_t marks);
 
-// Decode: the inverse of positions_write. Returns the number of marks that are set. positions are complete only if this
-// is k.
+// Decode: the inverse of positions_write. Returns how many of the first `marks` bits of `upper` are set. positions are
+// valid only if this is k.
 int64_t grace_positions_read(const grace::Loops* loops, const uint8_t* const planes[], const uint8_t* upper,
                              int64_t marks, int64_t k, int64_t lower, int32_t* positions);
 
@@ -226,11 +226,11 @@ int64_t grace_chunktopk_values(const grace::Loops* loops, const uint8_t* low, co
 // Encode: the k largest coefficients of the cosine transform of each chunk. Method: grace.compressors.demo. x,
 // residual, out: float[a, b], in chunks [rows, columns] of up to 65536 elements. low and high: the lower byte of a
 // coefficient's place in its chunk, and the bits above; high is absent for chunks of up to 256 elements. The last bits
-// of values depend on the instruction set; given equal payloads, those of means do not. Returns 0 or -2. demo_mean with
-// senders: divide each coefficient by the number of workers that sent it. With sign: replace the result by its signs.
-// If a payload is invalid, out is unchanged. values: float32[blocks(a, rows) * blocks(b, columns) * k]; low:
-// uint8[blocks(a, rows) * blocks(b, columns) * k]; high: uint8[packed(above(rows * columns), blocks(a, rows) *
-// blocks(b, columns) * k)].
+// of values depend on the instruction set; the result of demo_mean does not. Returns 0 or -2. demo_mean with senders:
+// divide each coefficient by the number of workers that sent it. With sign: replace the result by its signs. If a
+// payload is invalid, out is unchanged. values: float32[blocks(a, rows) * blocks(b, columns) * k]; low: uint8[blocks(a,
+// rows) * blocks(b, columns) * k]; high: uint8[packed(above(rows * columns), blocks(a, rows) * blocks(b, columns) *
+// k)].
 int64_t grace_demo_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, float* values,
                           uint8_t* low, uint8_t* high, int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k,
                           int64_t threads);
@@ -250,8 +250,8 @@ int64_t grace_demo_left(const grace::Loops* loops, const float* x, const float* 
 // Return whether all elements of all vectors are finite.
 int64_t grace_finite(const grace::Loops* loops, const float* const vectors[], const int64_t counts[], int64_t many);
 
-// Announce that this thread now writes results of n elements in total. n = 0: each call writes a result of its own. If
-// the total exceeds the caches, results are written with streaming stores. Returns the previous n.
+// Announce that the next calls of this thread write results of n elements in total; 0: each call counts alone. If the
+// total exceeds the caches, results are written with streaming stores. Returns the previous n.
 int64_t grace_gathered(const grace::Loops* loops, int64_t n);
 
 // Generate: out[n] = random words from position `start` on, as grace.backends.random.Random.words.
@@ -293,10 +293,10 @@ void grace_lowrank_right(const grace::Loops* loops, const float* m, const float*
 int64_t grace_adaq_count(const grace::Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
                          int64_t n, int64_t threads);
 
-// Encode: the largest positive and the largest negative elements, a share `ratio` of each sign, and the mean of both
-// groups, means[2]. Method: grace.compressors.adaq. signs[3]: from adaq_count. sent: ascending positions; -1 - position
-// for negative elements. left, null or x: x -= decode(payload). Returns the number of positions, or -2. If it exceeds
-// `capacity`, call again with room for as many.
+// Encode: the largest positive and the largest negative elements, a share `ratio` of each sign, and the mean of each
+// group, means[2]. Method: grace.compressors.adaq. signs[3]: from adaq_count. sent: positions p in ascending order,
+// stored as -1 - p for negative elements. left: null, or x, which becomes x - decode(payload). Returns the number of
+// positions, or -2. If it exceeds `capacity`, call again with room for as many.
 int64_t grace_adaq_encode(const grace::Loops* loops, const float* x, const int64_t* signs, double ratio, float* means,
                           int32_t* sent, float* left, int64_t capacity, int64_t n);
 

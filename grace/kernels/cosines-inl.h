@@ -22,7 +22,7 @@ using grace::Terms;
 using grace::Tile;
 
 #if defined(GRACE_AVX512)
-constexpr int64_t WIDE = 4, SHARED = 4;  // adjacent vectors, and rows of a product that share each load
+constexpr int64_t WIDE = 4, SHARED = 4;  // adjacent vectors per pass; matrix rows that share each load of a vector
 #elif defined(GRACE_AVX2)
 constexpr int64_t WIDE = 1, SHARED = 4;
 #else
@@ -45,7 +45,7 @@ INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.hei
 
 // ---- the transform and its inverse ----------------------------------------------------------------------------------
 
-// Returns sum + x * y. ONCE: rounded once if the machine has FMA. Otherwise the bits are the same on every machine.
+// Returns sum + x * y. With ONCE: rounded once if the machine has FMA. Without: the same bits on every machine.
 template <bool ONCE>
 INLINE F added(F sum, F x, F y) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
@@ -88,7 +88,7 @@ INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apa
 // Prefetches each position of the next tile when the same position of the current tile is written. Hardware prefetchers
 // do not follow distant rows.
 struct Coming {
-  const float* x;  // null: there is no next tile
+  const float* x;  // null: nothing to prefetch
   int64_t stride;
   INLINE_MEMBER void ask(int64_t row, int64_t lane) const {
     if (x) __builtin_prefetch(x + row * stride + lane);
@@ -173,7 +173,7 @@ INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
 #endif
 }
 
-// y[columns, rows] = the transpose of x[rows, columns]. Rows of x are `apart`, rows of y are `lanes` apart.
+// y[columns, rows] = the transpose of x[rows, columns]. Distance between rows: `apart` in x, `lanes` in y.
 OUTLINE void transpose(const float* x, int64_t rows, int64_t columns, int64_t apart, float* y, int64_t lanes) {
   const int64_t fours = rows / 4 * 4, across = columns / 4 * 4;
   for (int64_t j = 0; j < across; j += 4)
@@ -211,7 +211,7 @@ const float* demo_of(const Tile* tile, const float* x, const float* residual, fl
   return bench.other;
 }
 
-// out = the sum of the terms of each row, for N vectors. `matrix` and `out` begin at the first of these columns.
+// out = the sum of the terms of each row, for N vectors of columns. `matrix` and `out` begin at the first column.
 template <int64_t N>
 INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int64_t lanes, float* out) {
   for (int64_t row = 0, t = 0; row < rows; row++) {
@@ -277,7 +277,7 @@ void demo_values(const Tile* tile, const Terms* terms, float* out, float* room, 
 }
 
 // most[groups] = the largest key of each group of x + residual. A group holds the positions that are equal modulo
-// `groups`, which is 64 or a multiple of 128. The last n % groups elements are ignored.
+// `groups`, a multiple of 64. Some of the last n % groups elements may be ignored.
 template <bool RESIDUAL, int64_t COUNT>
 INLINE void some_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
   const I cap = fill_int(0x7f800000);

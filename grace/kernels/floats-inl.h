@@ -56,7 +56,7 @@ INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t
 // A table with 2^bits values of codes; bits == -1: no table.
 struct LookUp {
 #if defined(GRACE_AVX512)
-  // The lower and upper 16 bits of the entries, for 64 lookups at a time.
+  // The lower and upper 16 bits of the entries, 32 per vector. A permutation looks up 32 codes in 64 entries.
   __m512i low[8], high[8];
   int64_t fours;
   INLINE_MEMBER LookUp(const float* table, int bits) : fours(bits <= 6 ? 1 : 4) {
@@ -188,7 +188,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
 
 // ---- encoding -------------------------------------------------------------------------------------------------------
 
-// Rounds to a power of two. Returns its exponent field: 0 for zero, 254 for elements that are not finite.
+// Rounds to a power of two. Returns its exponent field: 0 for zero and subnormals; at most 254, even for NaN.
 INLINE int32_t rounded_field(float x, uint32_t word, bool random) {
   const int32_t bits = as_bits(x) & ABS, mantissa = bits & 0x7fffff;
   const int32_t up = random ? mantissa > int32_t(word >> 9) : mantissa >= 0x400000;

@@ -86,7 +86,7 @@ uint32_t mixed(uint32_t h) {
 
 int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
-// Whether to write out with streaming stores: they pay for large results whose cache lines the loop does not read.
+// Returns whether to use streaming stores for `out`: they pay if it is large and the loop does not read its lines.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
   const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
   return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
@@ -200,8 +200,8 @@ int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out)
 }
 
 // Collects candidates: the elements of begin .. end with key >= bound. If there are too many, keeps the k largest. out
-// = x + residual, with zeros at the candidates' positions. reached: the elements up to there have been read. Returns
-// false if memory runs out.
+// = x + residual, with zeros at the candidates' positions. expected: an estimate of their number. Sets reached = the
+// end of the elements read so far. Returns false if memory runs out.
 bool collect(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
              int32_t bound, int64_t k, int64_t expected, Out form, Candidates& all, int64_t& reached) {
   const int64_t limit = 2 * k + 4096;

@@ -38,7 +38,7 @@ float of_key(int32_t key) { return key < 0 ? -float_of(-key) : float_of(key); }
 
 // Buckets of equal population.
 struct Buckets {
-  // The number of buckets, the ranks of their largest elements (except for the last bucket), their numbers of elements.
+  // many: number of buckets. ranks: of the largest element of each bucket but the last. members: elements per bucket.
   int64_t many, ranks[256], members[256] = {};
   int32_t bounds[512];  // the keys of their largest elements, padded with the largest key
   double sums[256] = {};
@@ -237,7 +237,7 @@ API int64_t grace_adaq_encode(const Loops* loops, const float* x, const int64_t*
       found[0] += value > 0, found[1] += value < 0, nans += value != value;
     }
     for (int64_t i = 0; i < 2; i++) sides[i].count = share(signs[i]);
-    // The keys of NaN are the largest, but NaN does not count as sent.
+    // NaN ranks above all numbers: each NaN takes the place of one positive number.
     const bool enough = sides[0].choose(loops, found[0], sides[0].count - nans) &
                         sides[1].choose(loops, found[1], sides[1].count);
     if (!enough && bound > 1) continue;
@@ -442,8 +442,8 @@ struct Chunks {
   }
 };
 
-// Returns the number of groups for the search of the k largest of `width` elements, or 0 if groups do not pay. The k-th
-// largest of the groups' maxima is a lower bound of the k-th largest element.
+// Returns the number of groups for finding the k largest of `width` elements, or 0 if groups do not pay. The k-th
+// largest of the groups' maxima is a lower bound on the k-th largest element.
 int64_t groups_of(int64_t k, int64_t width) {
   int64_t groups = 64;
   while (groups < 2 * k) groups *= 2;
@@ -698,7 +698,7 @@ void pack_plane(const int32_t* values, int64_t k, int64_t shift, int64_t bits, u
   }
 }
 
-// The inverse of pack_plane. It only sets these bits of values[k].
+// The inverse of pack_plane: ORs the bits into values[k], where they must be 0.
 void unpack_plane(const uint8_t* plane, int64_t k, int64_t shift, int64_t bits, int32_t* values) {
   const int64_t bytes = packed(bits, k);
   for (int64_t j = 0, byte = 0; j < k; j += 8, byte += bits) {

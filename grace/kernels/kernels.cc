@@ -492,8 +492,8 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
   if (n <= 0 || k <= 0) return 0;
   k = std::min(k, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
-  // Look only at words below a bound that k words should pass, with a margin for random deviations. If fewer do, look
-  // at all.
+  // Look only at words below a bound, chosen so that somewhat more than k words are expected below it. If fewer than k
+  // are found, look at all.
   const double wanted = double(k) + 6 * __builtin_sqrt(double(k)) + 16;
   for (double share = wanted / double(n);; share = 1) {
     const int32_t bound = share < 1 ? int32_t((1 - share) * 2147483647.0) : 0;
@@ -713,7 +713,7 @@ API void grace_onebit_mean(const Loops* loops, const uint8_t* const* bits, const
 namespace {
 
 constexpr uint8_t ZEROS = 121;    // a byte of five zeros
-constexpr int FIRST = 243;        // larger bytes, from this one on, are runs of 2 .. 14 such bytes
+constexpr int FIRST = 243;        // bytes 243 .. 255 stand for runs of 2 .. 14 such bytes
 constexpr int LONGEST = 14;
 constexpr int64_t TRITS = 65280;  // elements of a piece: whole cache lines and whole bytes
 
@@ -727,7 +727,7 @@ Runs runs_from(const uint8_t* next, int64_t element) {
   return {next, at - element};
 }
 
-// Replaces each run of ZEROS by one byte, in place. Returns the new number of bytes.
+// Replaces every 2 .. 14 adjacent ZEROS by one byte, in place. Returns the new number of bytes.
 int64_t shorten(uint8_t* bytes, int64_t size) {
   int64_t kept = 0, begin = 0;  // where the current run begins
   const auto end = [&](int64_t stop) {

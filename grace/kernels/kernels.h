@@ -39,9 +39,9 @@ struct Halves {
   double below, rest;
 };
 
-// Kinds of codes, as in `grace.kernels.Codes`.
+// Kinds of codes. `grace.kernels.Codes` describes them, and the fields first, second, top, factor, table of Codec.
 enum Kind : int32_t { BF16, FP8, NATURAL, DITHERED, NEAREST };
-constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // of the upper 16 bits of magnitudes
+constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // from 2^-24 (its upper 16 bits) to 1
 
 struct Codec {
   int32_t kind, bits, first, second, top, random;
@@ -63,8 +63,8 @@ struct Rotation {
 };
 
 // eden: codes of `bits` bits. levels[2^bits]: the values of codes, ascending. middles[2^bits - 1]: the midpoints
-// between them, or null for decoding. The sign of rotation `stream` is bit 31 - stream of each random word. divisor:
-// the scale is the sum of |rotated element * level| divided by it; 0: the scale without bias.
+// between them, or null for decoding. The sign of rotation `stream` is bit 31 - stream of each random word. A scale is
+// the sum of |rotated element * level| / divisor; if divisor == 0, it is the unbiased scale.
 struct Eden {
   int bits, stream;
   float divisor;
@@ -111,9 +111,9 @@ struct Cosines {
   const float *odd, *halves, *matrix;
 };
 
-// A chunk of rows x columns elements; if `down` is null, several chunks of one row each. Only the first `height` rows
-// exist. They have `width` elements, the last one has `last`; missing elements count as zeros. stride: distance between
-// rows. next: distance to the next tile.
+// A chunk of rows x columns elements; if `down` is null, `rows` chunks of one row each. down, across: the transforms
+// along columns and along rows. Only the first `height` rows exist, with `width` elements each, but `last` in the last
+// one; missing elements count as zeros. stride: distance between rows. next: distance to the next tile, or 0.
 struct Tile {
   const Cosines *down, *across;
   int64_t rows, columns, stride, height, width, last, next;
@@ -160,12 +160,12 @@ struct MethodLoops {
   // space for 4 floats per element of the tile, both sides padded to multiples of 16. The last bits of the coefficients
   // depend on the instruction set.
   const float* (*demo_of)(const Tile* tile, const float* x, const float* residual, float* room);
-  // demo. out = x - decode(terms), for a tile. Without x: out = sum - decode(terms), where `room` must still hold the
-  // sum that demo_of left.
+  // demo, for a tile. demo_left: out = x - decode(terms); without x, with the sum x + residual that demo_of left in
+  // `room`. demo_values: out = decode(terms), or its signs if `sign`.
   void (*demo_left)(const Tile* tile, const Terms* terms, const float* x, float* out, float* room);
   void (*demo_values)(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream);
-  // groups_largest: most[groups] = the largest key of each group; groups is a multiple of 64. bound_of: returns a bound
-  // that exactly k of n keys reach; if ties prevent that, the k-th largest key. n is a multiple of 16.
+  // groups_largest: most[g] = the largest key at the positions equal to g modulo `groups`, a multiple of 64. bound_of:
+  // returns a bound that exactly k of n keys reach; if ties prevent that, the k-th largest key. n: a multiple of 16.
   void (*groups_largest)(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most);
   int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
   // shared_int. Encode a block to integers: bytes, or int32 if `wide`. Decode: out = code / steps * scale; with x: out
@@ -233,11 +233,11 @@ struct Loops {
   void (*onebit_sum)(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t begin,
                      int64_t end, int64_t block, bool stream);
   void (*threelc_emit)(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n);
-  // Decodes from from[workers], and advances them.
+  // from[workers]: where to read each worker's bytes; advanced. runs: bytes from 243 on stand for runs of zeros.
   void (*threelc_sum)(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
                       int64_t block, bool runs, bool stream);
-  // codes_largest: returns the statistic of a block, or of a part of it. codes_scale: converts the maximum of the
-  // parts' statistics to the scale that is sent. position: that of x[0] in the stream of random words.
+  // codes_largest: returns the statistic of a block or part; for NATURAL, also writes to codes what codes_emit reads.
+  // codes_scale: returns a block's scale, given the largest statistic. position: of x[0] in the random words.
   int32_t (*codes_largest)(const Codec* codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
                            int64_t position);
   int32_t (*codes_scale)(const Codec* codec, int32_t largest);

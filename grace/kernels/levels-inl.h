@@ -347,7 +347,7 @@ void onebit_emit(const float* x, const float* residual, float* out, uint8_t* bit
 using grace::Runs;
 
 constexpr int64_t FIVES = 960;  // elements of a chunk: whole bytes and whole cache lines
-constexpr int RUN = 243;        // larger bytes, from this one on, may be runs of 2 .. 14 bytes of zeros
+constexpr int RUN = 243;        // with RUNS, bytes 243 .. 255 stand for 2 .. 14 bytes of five zeros each
 
 // of: the trits of each byte, padded with zeros. lengths: the number of elements that it stands for.
 template <bool RUNS>

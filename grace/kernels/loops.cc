@@ -1,8 +1,8 @@
 // The loops of the kernels. The build compiles this file into one library per instruction set: with -DGRACE_AVX512,
 // with -DGRACE_AVX2, or with neither.
 //
-// Call only inlined functions in the loops. All libraries share one process; otherwise code for older processors could
-// bind to a function of the standard library that this file compiled for AVX-512.
+// Call only inlined functions in the loops. All libraries share one process, so code for older processors could bind to
+// a standard-library function that was compiled here for AVX-512.
 #include "api.h"
 #include "common-inl.h"
 #include "cosines-inl.h"
@@ -203,7 +203,7 @@ constexpr int64_t RANKS = 8;  // the most factors that are held in registers
 // Returns how many columns of `count` rows of sums stay in the L1 cache.
 constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
 
-// Returns how many rows share each load of q: as many as have their factors, or sums, in registers.
+// Returns how many rows share each load of q: as many as can keep their factors, or sums, in registers.
 constexpr int64_t together(int64_t count) {
   return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
 }
@@ -213,7 +213,7 @@ constexpr int64_t together(int64_t count) {
 constexpr int64_t WIDTH = 4096;
 constexpr int64_t written_together(int64_t count) { return together(count) > 2 ? 2 : together(count); }
 
-// Calls CALL(n), where n is `count`, at most RANKS.
+// Calls CALL(min(count, RANKS)), with a constant as argument.
 #define RANKED(count, CALL) \
   switch (count) {          \
     case 1: CALL(1); break; \

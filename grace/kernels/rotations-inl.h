@@ -33,7 +33,7 @@ struct Block {
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // words = only their top bits, sixteen per uint16.
+  // words = only the top bits of these random words, sixteen per uint16.
   void draw_signs(const Rotation& rotation, int64_t position) const {
     top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
   }

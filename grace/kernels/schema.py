@@ -76,10 +76,10 @@ codec(
     "qsgd",
     {"codes": "uint8[packed(bits, n)]", "scales": SCALES},
     "int64_t block, int64_t bits, int64_t levels",
-    """Encode: levels 0 .. `levels`, relative to the norm of each block, with the sign in the top one of 1 .. 8 bits.
-    Method: grace.compressors.qsgd. Noise as in blockint_encode. With levels = 0 and bits = 2: ternary numbers relative
-    to the largest magnitude, drawn without a table with the random words of the keys from position `start` on. Method:
-    grace.compressors.terngrad.""",
+    """Encode: codes of 1 .. 8 bits. The top bit is the sign, the others are a level of 0 .. `levels`, relative to the
+    norm of each block. Method: grace.compressors.qsgd. Noise as in blockint_encode. With levels = 0 and bits = 2:
+    ternary numbers relative to the largest magnitude; instead of a table, the random words of the keys from position
+    `start` on are used. Method: grace.compressors.terngrad.""",
     encode=f"int64_t block, int64_t bits, int64_t levels, {NOISE}, int64_t key0 = 0, int64_t key1 = 0",
     swaps=True,
 )
@@ -96,8 +96,8 @@ codec(
     "threelc",
     {"bytes": "uint8[blocks(n, 5)]", "scales": SCALES},
     "int64_t block, int64_t runs",
-    """Encode: ternary numbers, five in a byte. Method: grace.compressors.threelc. block: a multiple of 40, or 0. runs
-    != 0: one byte replaces a run of zero bytes. Returns the number of bytes to send.""",
+    """Encode: ternary numbers, five per byte. Method: grace.compressors.threelc. block: a multiple of 40, or 0. runs
+    != 0: one byte replaces 2 .. 14 bytes of five zeros each. Returns the number of bytes to send.""",
     encode="int64_t block, float sparsity, int64_t runs",
     result="int64_t",
     counts=True,
@@ -202,11 +202,11 @@ kernel(
     f"{VALUES}, int64_t capacity, {THREADS})",
     """Select the elements that grace.compressors.selectors.Sampled selects, for methods topk and dgc. values and
     positions have room for `capacity` elements. Returns their number; -2: out of memory; -3 - count: room for `count`
-    elements is needed. The sample has `sample` elements, at the random words from position `start` on, without their
-    signs, modulo n. Its threshold is the rank-th largest magnitude. Candidates are threshold * factors[many],
-    ascending, many <= 255. The candidate is taken whose number of larger elements, at most `most`, is closest to k;
-    miss[many] is added to the distance. first != 0: look first only at the candidates from the one on that about 3 *
-    rank elements of the sample exceed, and at all candidates only if one of the others may be closer.""",
+    elements is needed. Sample: x[(word & 0x7fffffff) % n] for `sample` random words from position `start` on. Candidate
+    bounds: factors[many], ascending, many <= 255, times the rank-th largest magnitude of the sample. The bound is taken
+    that minimises |min(count, most) - k| + miss[j], where `count` elements exceed bound j. first != 0: to save time,
+    try only the higher bounds, from about the (3 * rank)-th largest magnitude of the sample on; try all bounds if a
+    lower one may be closer.""",
     memory=True,
 )
 PAIRS = "const float* const values[], const int32_t* const positions[]"
@@ -222,15 +222,15 @@ kernel(
     "uint8_t* upper, "
     "int64_t marks)",
     """Encode positions[k], which must ascend, in the Elias-Fano code ("elias_fano" in grace.ops.index_coding). The
-    `lower` bits of each position go to planes of up to 8 bits. The bits above are coded in unary, in upper[(marks + 7)
-    / 8]. Returns the number of positions that fit; k on success.""",
+    lowest `lower` bits of each position go to planes of up to 8 bits. The bits above are coded in unary, in the first
+    `marks` bits of `upper`. Returns the number of positions that fit; k on success.""",
 )
 kernel(
     "int64_t positions_read(const uint8_t* const planes[], const uint8_t* upper, int64_t marks, int64_t k, "
     "int64_t lower, "
     "int32_t* positions)",
-    """Decode: the inverse of positions_write. Returns the number of marks that are set. positions are complete only if
-    this is k.""",
+    """Decode: the inverse of positions_write. Returns how many of the first `marks` bits of `upper` are set. positions
+    are valid only if this is k.""",
 )
 codec(
     "chunktopk",
@@ -261,7 +261,7 @@ codec(
     """Encode: the k largest coefficients of the cosine transform of each chunk. Method: grace.compressors.demo. x,
     residual, out: float[a, b], in chunks [rows, columns] of up to 65536 elements. low and high: the lower byte of a
     coefficient's place in its chunk, and the bits above; high is absent for chunks of up to 256 elements. The last bits
-    of values depend on the instruction set; given equal payloads, those of means do not. Returns 0 or -2. demo_mean
+    of values depend on the instruction set; the result of demo_mean does not. Returns 0 or -2. demo_mean
     with senders: divide each coefficient by the number of workers that sent it. With sign: replace the result by its
     signs. If a payload is invalid, out is unchanged.""",
     mean="int64_t k, int64_t senders = 0, int64_t sign = 0",
@@ -287,8 +287,8 @@ kernel(
 )
 kernel(
     "int64_t gathered(int64_t n)",
-    """Announce that this thread now writes results of n elements in total. n = 0: each call writes a result of its own.
-    If the total exceeds the caches, results are written with streaming stores. Returns the previous n.""",
+    """Announce that the next calls of this thread write results of n elements in total; 0: each call counts alone. If
+    the total exceeds the caches, results are written with streaming stores. Returns the previous n.""",
 )
 kernel(
     f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})",
@@ -341,9 +341,9 @@ kernel(
     "float* left, "
     "int64_t capacity, int64_t n)",
     """Encode: the largest positive and the largest negative elements, a share `ratio` of each sign, and the mean of
-    both groups, means[2]. Method: grace.compressors.adaq. signs[3]: from adaq_count. sent: ascending positions; -1 -
-    position for negative elements. left, null or x: x -= decode(payload). Returns the number of positions, or -2. If it
-    exceeds `capacity`, call again with room for as many.""",
+    each group, means[2]. Method: grace.compressors.adaq. signs[3]: from adaq_count. sent: positions p in ascending
+    order, stored as -1 - p for negative elements. left: null, or x, which becomes x - decode(payload). Returns the
+    number of positions, or -2. If it exceeds `capacity`, call again with room for as many.""",
     memory=True,
 )
 kernel(

@@ -1,6 +1,6 @@
 // The kernels as TensorFlow operations for CPUs. out reuses the memory of x or residual if nothing else needs it.
 //
-// The operations check all sizes, because graphs must report errors and payloads come from the network.
+// Operations check the sizes of x, residual and payloads: graphs must report errors; payloads come from the network.
 #include <dlfcn.h>
 
 #include <vector>
@@ -74,9 +74,9 @@ Status topk_shape(InferenceContext* c) {
   return OkStatus();
 }
 
-// Returns the bits of a code: 1 .. 8 if there are 2^bits levels; 0 for any other number of levels.
+// Returns the bits of a code: 1 .. 4 if there are 2^bits levels; 0 for any other number of levels.
 int64_t bits_of(const std::vector<float>& levels) {
-  for (int64_t bits = 1; bits <= 8; bits++)
+  for (int64_t bits = 1; bits <= 4; bits++)
     if (levels.size() == size_t(1) << bits) return bits;
   return 0;
 }
@@ -243,7 +243,7 @@ class GraceOp : public OpKernel {
  protected:
   virtual void Run(OpKernelContext* c) = 0;
 
-  // Checks x and the residual, which may be empty. Returns the memory of out, which may be theirs; null after an error.
+  // Checks x and the residual (may be empty). Returns the memory of out, perhaps an input's; null after an error.
   float* Open(OpKernelContext* c, int index) {
     const Tensor &x = c->input(0), &residual = c->input(1);
     const auto refuse = [c](const char* why) -> float* {
@@ -392,7 +392,7 @@ class Rotated : public GraceOp {
     OP_REQUIRES_OK(c, c->GetAttr("levels", &levels_));
     OP_REQUIRES_OK(c, c->GetAttr("start", &start_));
     bits_ = bits_of(levels_);
-    OP_REQUIRES(c, bits_, errors::InvalidArgument(levels_.size(), " levels: their number must be a power of two from 2 to 256"));
+    OP_REQUIRES(c, bits_, errors::InvalidArgument(levels_.size(), " levels: their number must be 2, 4, 8 or 16"));
     OP_REQUIRES(c, (width_ & (width_ - 1)) == 0, errors::InvalidArgument("width=", width_, " is no power of two"));
   }
 

@@ -1,5 +1,5 @@
-// Timeline.play of grace.planner.timeline, for searches that call it thousands of times. Additions have the same order,
-// so results have the same bits. Names follow the Python code, which is the reference.
+// _Player of grace.planner.timeline in C++, for searches that simulate thousands of timelines. Additions have the same
+// order, so results have the same bits. Names follow the Python code, which is the reference.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -165,7 +165,7 @@ struct Timeline {
 
 }  // namespace
 
-// backward: [n] seconds per tensor; no tensor has a chain yet.
+// Creates a timeline without chains. backward[n]: seconds. servers: CPU threads. stride: tensors between snapshots.
 API void* grace_timeline_new(const double* backward, int64_t n, int64_t servers, int64_t deferred, int64_t stride) {
   auto* line = new Timeline();
   line->backward.assign(backward, backward + n), line->deferred = deferred != 0, line->stride = stride;
@@ -200,7 +200,7 @@ API double grace_timeline_set(void* line, const int64_t* tensors, const int64_t*
   return it->play(*std::min_element(tensors, tensors + n), NEVER, true);
 }
 
-// Returns the time with these chains; infinity as soon as a lower bound reaches `best`.
+// Returns the time with these chains, or infinity once a lower bound reaches `best`. Overwrites only `chains`.
 API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* chains, int64_t n, double best) {
   auto* it = static_cast<Timeline*>(line);
   double kept[RESOURCES];
@@ -216,7 +216,7 @@ API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* cha
   return seconds;
 }
 
-// hidden: [n], set if a gap follows a tensor's messages on every link that it uses, in the last recorded play.
+// Sets hidden[i] = 1 if each link that tensor i uses has a gap after its messages, as of the last grace_timeline_set.
 API void grace_timeline_hide(void* line, uint8_t* hidden) {
   auto* it = static_cast<Timeline*>(line);
   for (size_t tensor = 0; tensor < it->backward.size(); tensor++) {

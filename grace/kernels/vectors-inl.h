@@ -592,7 +592,7 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
-// As above, for machines that convert floats to doubles as fast.
+// As above. Without AVX-512, the plain conversion of floats to doubles is as fast.
 INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
 INLINE double total_finite(D sum) { return total(sum); }
 INLINE double total_squares(D squares) { return total(squares); }

@@ -244,6 +244,28 @@ def test_what_a_change_of_method_left_is_kept_until_an_exchange_counts(name, to)
     assert not any(array.any() for each in states(graces) for key, array in each.items() if key[1] == "carried")
 
 
+def test_what_a_change_of_method_left_survives_a_mean_that_is_not_finite():
+    """Also with a method whose payload does not show it: such tensors form no group then."""
+    xp = backend("numpy")
+    auto = {"compressor": "auto", "candidates": [{"compressor": "topk", "communicator": "twostage"}, "natural"]}
+    (grace,) = graces = team(auto, 1, xp)
+    for level in (2, 3):
+        for name in grace.names:
+            before, grace.schedule.decision.levels[name] = grace.schedule.level(name), level
+            grace.setup.switch_level(name, before)
+        if level == 2:
+            step(graces, xp, 1)
+    left = states(graces)[0]["t5000", "carried"]
+    assert left.any()
+    assert not groups_of(grace).groups
+
+    def poison(gradients):
+        gradients[0]["t5000"][7] = np.inf
+
+    step(graces, xp, 2, poison)
+    np.testing.assert_array_equal(states(graces)[0]["t5000", "carried"], left)
+
+
 def test_tensors_of_a_group_are_decided_apart():
     xp = backend("torch")
     graces, others = team(METHODS["signs"], 2, xp), team(METHODS["signs"], 2, xp)

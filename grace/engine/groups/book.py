@@ -119,9 +119,8 @@ class GroupBook:
             names = _names(units) if all(map(_simple, units)) else ()
             groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names)))
         joined = self._joined(levels)
-        together = {
-            unit for units in (*(one.units for one in groups), *(one.units for one in joined)) for unit in units
-        }
+        together = {unit for each in groups for unit in each.units}
+        together.update(unit for each in joined for unit in each.units)
         return Layout(groups, joined, tuple(unit for unit in levels if unit not in together))
 
     def _joined(self, levels: Mapping[Unit, int]) -> list[Joined]:
@@ -171,7 +170,7 @@ class GroupBook:
         if setup.offload is not None and unit.name in setup.offload.units:
             return None
         way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)
-        judged = bool(cells) or setup.options.nonfinite != "poison"
+        judged = setup.store.any(unit, level) or setup.options.nonfinite != "poison"
         kind = kind_of(way.method, way.communicator, setup.context(unit, 0), cells, judged)
         if kind is None or any(not isinstance(cell, RowCell) for cell in cells.values()):
             return None

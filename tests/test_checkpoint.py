@@ -778,6 +778,7 @@ def test_one_file_of_two_workers_is_loaded_by_one(one_file):
         ),
         ("swapped", "this is the state of worker 1 of 2, but this is worker 0", "the state of worker 0 of 2, but this"),
         ("spoiled", "worker 1 cannot load its state: this state belongs to another", "this state belongs to another"),
+        *((name, "worker 1 cannot load its state: ", "") for name in ("a model", "no step", "no tensors", "a list")),
         ("no gathered state", "no state of a GatheredState", "no state of a GatheredState"),
     ],
 )

@@ -238,8 +238,11 @@ def test_a_shard_that_does_not_fit_names_its_worker(xp):
     ctx, _, parts, contexts = sharded(xp, BlockInt(), N, 3)
     codes, scales = parts[1]
     for wrong in ((codes[:-1], scales), (codes, scales[:-1])):
+        codec, sent = TensorCodec(BlockInt(), NoMemory()), [parts[0], wrong, parts[2]]
         with pytest.raises(ValueError, match=r"worker 1 of .* sent a payload for 'w'"):
-            TensorCodec(BlockInt(), NoMemory()).mean_of_shards([parts[0], wrong, parts[2]], ctx, contexts).array()
+            codec.mean_of_shards(sent, ctx, contexts).array()
+        with pytest.raises(ValueError, match=r"worker 2 of .* sent a payload for 'w'"):
+            codec.mean_of_shards(sent, ctx, contexts, (0, 2, 1)).array()
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from methods import PLAIN, backend, built, lockstep, states, unchanged
 
-from grace.core.collectives import AllToAll, arrays_of
+from grace.core.collectives import AllToAll, Gather, arrays_of
 from grace.engine.groups.book import GroupBook
 from grace.engine.groups.rows import RowTable
 from grace.engine.scheduler import RoundScheduler
@@ -354,6 +354,30 @@ def test_a_wrong_payload_names_tensor_and_method(method, array):
     transport.start = damaged
     with pytest.raises(ValueError, match=r"worker 0 of 1 sent a payload for 't5000' that 'topk' cannot have made"):
         grace.step({name: xp.asarray(x, "float32") for name, x in drawn(1, 0).items()})
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, "off"])
+def test_a_wrong_payload_of_a_second_stage_names_its_worker(kernels, monkeypatch):
+    """Shards of small tensors lie on workers that a hash of the name chooses, not on the first ones."""
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
+    params = {"compressor": "topk", "index_coding": "int32", "communicator": "twostage", "min_shard": 3000}
+    graces = team(params, 4, backend("numpy"), (5000,))
+    setup = graces[0].setup
+    (unit,) = setup.table.units
+    (owner,) = setup.communicator.owned(setup.method.compressor, setup.context(unit, 0))
+    assert owner
+    transport, start = graces[owner].transport, graces[owner].transport.start
+
+    def damaged(collectives, name):
+        for each in collectives:
+            if isinstance(each, Gather):
+                array = each.arrays[-1].view("uint8")
+                array[-4:] = 127
+        return start(collectives, name)
+
+    transport.start = damaged
+    with pytest.raises(ValueError, match=f"worker {owner} of 4 sent a payload for 't5000"):
+        step(graces, backend("numpy"), 1, sizes=(5000,))
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

@@ -114,7 +114,7 @@ class TwoStage(Communicator):
             shapes = tuple(tuple(map(xp.shape, sent.get(worker, nothing))) for worker in range(ctx.world_size))
             gathered = yield Gather(payload, shapes=shapes)
             each = [gathered[owner] for owner in owned]
-        mean = method.mean_of_shards(each, ctx.stage("server"), list(again.values()))
+        mean = method.mean_of_shards(each, ctx.stage("server"), list(again.values()), list(owned))
         if "worker" in states:
             mean, states["worker"] = method.finish(mean, states["worker"], ctx)
         return mean, join(**states)

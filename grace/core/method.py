@@ -92,12 +92,17 @@ class Method:
         return self.compressor.decompress(payloads[0], ctx) if agreed else self.compressor.aggregate(payloads, ctx)
 
     def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
-        """As `mean`, decoded: for a program that computes with it."""
+        """float32[n]: as `mean`, but decoded, for a program that computes with the result."""
         yield from ()
         return materialize(self.mean(payloads, ctx, agreed))
 
-    def mean_of_shards(self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]) -> Any:
-        """float32[n]: a tensor decoded from one payload for each of its consecutive ``shards``."""
+    def mean_of_shards(
+        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], senders: Sequence[int] = ()
+    ) -> Any:
+        """float32[n]: a tensor decoded from one payload for each of its consecutive ``shards``.
+
+        ``senders``: the ranks that sent them, for an error message; by default 0, 1, ...
+        """
         parts = zip(payloads, shards, strict=True)
         return ctx.xp.concat([self.compressor.decompress(payload, shard) for payload, shard in parts])
 

@@ -104,10 +104,12 @@ def agreed(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
     together = setup.world_size > 1 and not setup.transport.lockstep and not setup.transport.elastic
     try:
         found, problem = checked(setup, states, lost), ""
-    except ValueError as error:
+    except Exception as error:  # of any kind, as the other workers wait for this one
         if not together or not (setup.bound or isinstance(error, OthersState)):
             raise
-        found, problem = Checked(tuple(states), [], states[0]["step"]), str(error)
+        step = states[0]["step"] if isinstance(error, OthersState) else 0
+        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        found, problem = Checked(tuple(states), [], step), told
     for rank, text in enumerate(setup.transport.exchange(problem) if together and setup.bound else ()):
         if text:
             raise ValueError(problem or f"worker {rank} cannot load its state: {text}")

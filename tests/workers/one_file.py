@@ -93,6 +93,10 @@ other.build(gradients(0))
 found["swapped"] = error_of(other.load_state_dict, torch.load(out / f"{1 - rank}.pt"))
 state = torch.load(out / f"{rank}.pt")
 found["spoiled"] = error_of(other.load_state_dict, state if rank == 0 else {**state, "method": "another"})
+FOREIGN = {"a model": {"w": torch.ones(3)}, "no step": {k: v for k, v in state.items() if k != "step"}}
+FOREIGN |= {"no tensors": {**state, "tensors": None}, "a list": [state]}
+for name, foreign in FOREIGN.items():
+    found[name] = error_of(other.load_state_dict, state if rank == 0 else foreign)
 found["no gathered state"] = error_of(grace.torch.GatheredState(other).load_state_dict, state)
 found["goes on"] = len(train(other, 0, 2))
 save(str(out), rank, found)

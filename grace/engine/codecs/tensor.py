@@ -56,9 +56,11 @@ class TensorCodec(Method):
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> PendingMean:
         return PendingMean(self.compressor, [Part(payloads, ctx, agreed)], ctx)
 
-    def mean_of_shards(self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]) -> PendingMean:
-        sent = enumerate(zip(payloads, shards, strict=True))
-        return PendingMean(self.compressor, [Part([each], shard, True, worker) for worker, (each, shard) in sent], ctx)
+    def mean_of_shards(
+        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], senders: Sequence[int] = ()
+    ) -> PendingMean:
+        sent = zip(payloads, shards, senders or range(len(shards)), strict=True)
+        return PendingMean(self.compressor, [Part([each], shard, True, worker) for each, shard, worker in sent], ctx)
 
 
 @cache

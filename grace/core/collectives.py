@@ -37,8 +37,8 @@ class Gather:
     """Collect every worker's arrays.
 
     Result: a sequence with one tuple of arrays per worker, in rank order. If ``ragged``, the first dimension may differ
-    between workers. Otherwise all workers must pass the same shapes, or those in ``shapes``, which all workers know:
-    for each worker, the shapes of its arrays.
+    between workers. Otherwise arrays must have the same shapes on all workers, unless ``shapes`` lists each worker's
+    array shapes; then all workers must pass the same ``shapes``.
     """
 
     arrays: Arrays

@@ -18,7 +18,7 @@ class Communicator(ABC):
     reduce_scatters: ClassVar[bool] = False
     """Whether it reduce-scatters: x has one row per worker, and the result on a worker is the mean of its row."""
     rounds: ClassVar[int] = 1
-    """Number of messages that `reduce` sends at least, one after the other, besides those of the method."""
+    """Minimum number of consecutive messages that `reduce` sends, not counting those that the method requests."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, for a method that this communicator cannot carry."""
@@ -38,7 +38,7 @@ class Communicator(ABC):
         """Create the groups of workers. Called once on every worker, before the first exchange."""
 
     def applies(self, method: Method, ctx: Context) -> bool:
-        """Whether to compress the tensor; if False, it goes dense and the report says so."""
+        """Whether to compress the tensor. If not, it "goes dense": it is averaged uncompressed, as the report says."""
         return method.compressor.applies(ctx)
 
     def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:

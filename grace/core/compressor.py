@@ -19,7 +19,7 @@ class Compressor(ABC):
     """Turns a gradient into a payload and a payload back into a gradient.
 
     Subclasses are frozen dataclasses of hyper-parameters. ``x`` is always float32[n] with n = ``ctx.size``.
-    Only ``compress`` and ``decompress`` are required. Native kernels live elsewhere (`grace.engine.codecs`).
+    Only ``compress`` and ``decompress`` are required. A donated x may be overwritten. Kernels: `grace.engine.codecs`.
     """
 
     @property
@@ -28,7 +28,7 @@ class Compressor(ABC):
         return _DEFAULT
 
     def applies(self, ctx: Context) -> bool:
-        """Whether to compress the tensor; if False, it goes dense and the report says so."""
+        """Whether to compress the tensor. If not, it "goes dense": it is averaged uncompressed, as the report says."""
         return True
 
     def contraction(self, n: int) -> float | None:

@@ -25,7 +25,7 @@ class Context:
     """This worker's number: an int, or an int64 scalar inside a graph that all workers share."""
     world_size: int = 1
     step: Any = 0
-    """Number of earlier exchanges of this tensor: an int, or an int64 scalar inside a graph."""
+    """Number of earlier steps: an int, or an int64 scalar inside a graph."""
     seed: int = 0
     lr: Callable[[], Any] | None = field(default=None, repr=False)
     """A function that returns the learning rate of the coming step, a float or a scalar; None if unknown."""
@@ -52,7 +52,7 @@ class Context:
     def once(self, label: Any, draw: Callable[[], Array]) -> Array:
         """Return ``draw()``. If the engine keeps what a step draws, only the first call of a step draws.
 
-        For what encoding and decoding both draw. ``label`` must tell apart the draws of one tensor in a step.
+        For numbers that encoding and decoding both draw. ``label`` must be unique among a tensor's draws in a step.
         """
         if self._draws is None:
             return draw()

@@ -111,8 +111,8 @@ class Policy(ABC):
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
-        """The decision after a trial. ``seconds``: the median time of its steps, on the slowest worker; the
-        lower of the two middle ones.
+        """The decision after a trial. ``seconds``: the median time of its steps on the slowest worker; of an even
+        number of steps, the lower median.
 
         ``noise``: by tensor, over the timed steps; None unless the policy measures it.
         """

@@ -59,7 +59,7 @@ class Transport(ABC):
 
     @property
     def splits(self) -> bool:
-        """Whether `split` can create groups: all machines have as many workers, and the library allows it."""
+        """Whether `split` can create groups: all machines have equally many workers, and the library allows it."""
         return False
 
     def split(self, node_size: int) -> None:

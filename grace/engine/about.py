@@ -43,7 +43,7 @@ def about(setup: Setup) -> dict[str, Any]:
 def params_of(method: Method, communicator: Communicator, policy: Policy | None, options: Options) -> dict[str, Any]:
     """All parameters of a Grace, seed included: `grace_from_params` builds an equal Grace from them.
 
-    Of a class that is not registered, only the name is included.
+    A class that is not registered appears under its class name, which `grace_from_params` does not know.
     """
     from grace.communicators.planned import Planned
 

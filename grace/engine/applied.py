@@ -1,14 +1,14 @@
 """Whether an exchange was applied: the rule for all integrations, and the windows that it decides.
 
-1. The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
-   changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
-   step says nothing of another's parameters.
-2. A parameter that no optimizer has stepped yet is applied when its weights are written or an optimizer over copies of
-   it steps.
-3. Means that are removed, zeroed or replaced before that are discarded, as if the exchange had not been; a pass that
-   adds to undecided means shares their fate.
-4. Where this cannot be known, they count as applied, and a message says so once. `Grace.commit`, `Grace.discard` and
-   `no_sync` say it exactly.
+1. A parameter's means are applied if an optimizer that holds the parameter steps while they are its gradient, and the
+   step changes a parameter or the optimizer's state. Clamping, decay or averaging by hand is no step. A step of one
+   optimizer says nothing about another's parameters.
+2. If no optimizer has stepped a parameter yet, its means are applied when its weights are written, or when an
+   optimizer over copies of it steps.
+3. Means that are removed, zeroed or replaced before that are discarded, as if the exchange had not happened. A
+   backward pass that adds to undecided means shares their fate.
+4. Means whose fate cannot be known count as applied, and a warning says so once. `Grace.commit`, `Grace.discard` and
+   `no_sync` decide explicitly.
 
 This module knows no toolkit: the integrations observe steps, gradients and weights, and report them to a `Rule`.
 """
@@ -33,7 +33,7 @@ NOT_STEPPED = (
     "were written: call grc.commit() after an update by hand"
 )
 PATIENCE = 3
-"""Number of windows in a row, written by hand although an optimizer holds them, after which a warning follows."""
+"""A warning follows this many consecutive windows that were discarded although their weights were written."""
 
 
 class Window:
@@ -84,9 +84,9 @@ class Windows:
         self.recent = {}
 
     def close(self, names: Collection[str], applied: bool, tracing: bool = False) -> int:
-        """Decide undecided tensors: returns the number of windows that are applied, or discarded, by this.
+        """Decide undecided tensors; returns the number of windows that this counts as applied, or as discarded.
 
-        ``tracing``: in a graph, which one worker may trace more often than another: the digest stays.
+        ``tracing``: whether a graph is being traced. Workers may trace it unequally often, so the digest then stays.
         """
         windows, number = dict.fromkeys(map(self._of.pop, names)), 0
         self.recent.update(dict.fromkeys(names, "applied" if applied else "discarded"))
@@ -103,7 +103,7 @@ class Windows:
         return number
 
     def note(self, names: Iterable[str], what: str) -> None:
-        """Add what happened to some tensors to what the workers compare."""
+        """Add an event of some tensors, ``what``, to the digest that the workers compare."""
         for name in names:
             self.recent[name] = what
             self.digest = (self.digest + zlib.crc32(f"{name} {what}".encode())) & 0xFFFFFFFF

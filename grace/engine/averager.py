@@ -31,7 +31,7 @@ class Averager(Facts):
         self._landed: list[str] = []  # tensors exchanged in this step so far
         self._ledger = Ledger(setup, self._reporter)
         self.settles: Callable[[], None] = _nothing
-        """Decides what the integration can tell now; called before the step, the state or the report is read."""
+        """Lets the integration decide what it can; called before the step count, the state or the report is read."""
         self.paused = False
         """Whether a `no_sync` block is active."""
 
@@ -171,7 +171,7 @@ class Averager(Facts):
             self.paused = before
 
     def leave(self, names: Iterable[str]) -> None:
-        """Leave these tensors, and no others, out of exchanges, once the next one shows that all workers do."""
+        """Leave out these tensors, and no others, after the next exchange, in which the workers agree on it."""
         if (left := frozenset(names)) != self.setup.leaving:
             self.setup.windows.note(left ^ self.setup.leaving, "removed from its optimizer")
             self.setup.leaving = left
@@ -204,7 +204,7 @@ class Averager(Facts):
         self.settles()
 
     def begin(self, by_hand: bool) -> None:
-        """Begin an exchange of gradients that were set by hand, or not: if workers differ in that, all raise."""
+        """Begin an exchange. ``by_hand``: whether its gradients were set by hand; all raise if workers differ in it."""
         self.setup.by_hand = by_hand
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -219,11 +219,11 @@ class Averager(Facts):
         return bool(self.setup.windows)
 
     def decide(self, applied: Iterable[str] = (), discarded: Iterable[str] = (), when: Any = None) -> None:
-        """Keep the new state of tensors whose means were applied, and restore that of tensors whose were discarded.
+        """Keep the new state of tensors whose means were applied; restore the previous state of discarded ones.
 
-        Tensors without an undecided exchange are ignored; those of one unit are applied together if one is. A window
-        counts as a step at its first applied tensor, and as discarded if none is. Nothing is sent. ``when``: a flag,
-        bool[], of a graph or a device: if it is false, the applied tensors are discarded, too.
+        Tensors without an undecided exchange are ignored. The tensors of a unit are applied together if one of them
+        is. A window counts as a step at its first applied tensor, and as discarded if none is. Nothing is sent.
+        ``when``: a flag, bool[], of a graph or a device; if it is false, the applied tensors are discarded, too.
         """
         self._ledger.decide(applied, discarded, when)
 

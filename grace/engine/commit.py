@@ -78,7 +78,7 @@ class Commit:
         # The means of a group's tensors, in the memory of their gradients.
         setup, group, units = self._setup, grouped.group, grouped.units
         landed, finite, ok = self._results.pop(grouped.name), None, None
-        if self._judged(units[0]):  # the units of a group have alike states
+        if self._judged(units[0]):  # all units of a group have the same kind of state
             finite = ok = group.finite(landed)
         if finite is not None:
             self.skipped += finite.count(False)

@@ -134,7 +134,7 @@ class Exchange:
                     flight.scheduler.advance()
 
     def _vectors(self, units: tuple[Unit, ...], layout: Layout) -> dict[Unit, Array]:
-        # Each unit's gradients as a vector, with what a change of strategy left.
+        # Each unit's gradients as a vector, plus the residual that a change of strategy left.
         setup, xp, flat = self._setup, self._setup.xp, dict.fromkeys(units)
         if setup.schedule is None and not setup.store.carries:
             for each in layout.groups:

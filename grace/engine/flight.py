@@ -20,8 +20,8 @@ class Flight:
     """The units of one message, their gradients as vectors, and the exchange of these.
 
     ``flat``: each unit's vector, whose memory the mean may take. ``levels``: each unit's policy level. ``layout``: the
-    groups among the units. ``presence``: the values that are summed over the workers; empty for none. ``samples``: of
-    some units a sample that is averaged exactly. ``last``: the message before this one.
+    groups among the units. ``presence``: header and gradient flags, which are summed over the workers; empty: none.
+    ``samples``: elements of some units, to average exactly. ``last``: the message before this one.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ HEADER = 5
 
 
 def header(place: Place, failed: bool, workers: int) -> list[float]:
-    """Two tags of this worker, of its exchange and of its decisions, the tags' squares, and a flag that it gave up.
+    """A tag of the exchange and its square, a tag of the decisions and its square, and whether the worker gave up.
 
     The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No tag is
     0, which Horovod adds for a worker that has called hvd.join().

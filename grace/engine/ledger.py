@@ -17,7 +17,7 @@ class Ledger:
         self._late: list[tuple[int, Callable[[], bool]]] = []  # steps counted before a device's flag was known
 
     def enter(self, names: list[str]) -> None:
-        """Enter the tensors of an exchange: undecided with `defer_commit`, else as a step."""
+        """Enter an exchange of these tensors: as undecided with `defer_commit`; otherwise count it as a step."""
         if self._setup.defer_commit:
             self._setup.windows.add(names)
         else:

@@ -36,7 +36,7 @@ class Schedule:
         self.epoch = 0
         """Number of ended epochs."""
         self.step = 0
-        """Number of exchanges at the end of the last epoch."""
+        """Number of steps at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
         """By tensor: pairs of the epoch from which a level was in use and that level. With trials, steps take the
         place of epochs.

@@ -205,7 +205,7 @@ class Grace(Averager):
 
     @property
     def steps_this_epoch(self) -> int:
-        """Number of exchanges since `end_epoch`."""
+        """Number of steps since the last `end_epoch`; without a policy, of all steps."""
         return self.setup.step_number() - (0 if self.schedule is None else self.schedule.step)
 
     def end_epoch(self, lr: float | None = None, next_lr: float | None = None) -> Decision:

@@ -184,9 +184,9 @@ class Setup:
             self._unsettled = {}
 
     def choose_layout(self) -> bool:
-        """`transposed`, which the first call before there are tensors decides for the whole run.
+        """Return `transposed`, which a call decides as long as there are no tensors.
 
-        It becomes that of a loaded state with arrays; without one, True if a method that may run is blockwise.
+        It is that of a loaded state with arrays; without one, True if a method that may run is blockwise.
         """
         if not self.bound:
             blockwise = any((method.compressor.traits.block_size or 0) > 1 for method, _ in self._methods)

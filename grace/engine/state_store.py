@@ -36,8 +36,8 @@ class Fitted(NamedTuple):
 class Snapshot:
     """Copies of state arrays from before an exchange that may be discarded.
 
-    If arrays are mutable, the memory of copies is reused; else the copies are the arrays themselves, and dropped. Cells
-    of a `RowTable` keep theirs themselves.
+    If arrays are mutable, the memory of copies is reused; otherwise a copy is the array itself, and is dropped. A
+    `RowTable` keeps the previous values of its own cells.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -110,7 +110,7 @@ class Snapshot:
 
 
 class StateStore:
-    """The state of all units. In a step `commit` alone changes it, but for residuals that groups swap and restore."""
+    """The state of all units. In a step, `commit` and `commit_carried` change it, and groups write to `rows`."""
 
     def __init__(self, ways: Ways, schedule: Schedule | None):
         self._ways, self._schedule = ways, schedule
@@ -239,7 +239,7 @@ class StateStore:
         self.commit_carried(unit, ok, x)
 
     def commit_carried(self, unit: Unit, ok: Array, x: Array) -> None:
-        """Zero what a change of strategy left, and x holds, if ``ok``."""
+        """If ``ok``, bool[], zero the residual that a change of strategy left: x includes it, so it has been sent."""
         if (carried := self.carried(unit)) is not None:
             self._assign(carried, ok, self.xp.zeros(self.xp.shape(x)[0], unit.dtype), x)
             if not self.xp.traced and ok:

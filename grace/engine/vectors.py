@@ -30,7 +30,7 @@ def flattened(xp: Any, unit: Unit, gradients: Mapping[str, Array | None], donate
 
 
 def of_group(xp: Any, grouped: Grouped, gradients: Mapping[str, Array | None], donated: Set[str]) -> list[Array] | None:
-    """The vectors of a group's units, as contiguous float32 arrays of any shape; None where that takes `flattened`."""
+    """The vectors of a group's units, as contiguous float32 arrays of any shape; None if `flattened` must make them."""
     found = _present(grouped.names, gradients)
     if found is None or xp.buffers.addresses(found) is None:
         return None

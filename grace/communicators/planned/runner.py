@@ -243,7 +243,7 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
         place, size = places[level]
         if kind == "compress":
             cuts, pieces = _divisions(option.actions[number + 1 :], places), 1
-            if stage:  # the first compression keeps its name, as in a communicator that compresses once
+            if stage:  # the first one keeps the tensor's name, as in a communicator that compresses once
                 # Machines that hold the same mean must compress it alike, so that their results are equal.
                 rank = ctx.rank % nodes if met else ctx.rank
                 region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
@@ -269,7 +269,7 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
 
 
 def _divisions(rest: Sequence[Action], places: Mapping[Level, tuple[int, int]]) -> tuple[int, ...]:
-    # `PlanStep.cuts` of a compression: each AllToAll in ``rest``, the later actions, cuts until the decompression.
+    # `PlanStep.cuts` of a compression: the group size of each AllToAll before decompression. ``rest``: later actions.
     found: list[int] = []
     for action in rest:
         if action.kind == "decompress":

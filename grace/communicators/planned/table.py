@@ -55,7 +55,7 @@ class PlanTable:
     def __init__(self, text: str, leveled: bool = False, *, load: Loader):
         """``text``: JSON as `grace.planner.plan` writes it; empty on a worker without a plan.
 
-        ``leveled``: a policy sets the level of the method that all tensors share, so every worker must know it.
+        ``leveled``: a policy sets the level of the method that all tensors share; every worker must know this method.
         ``load``: `grace.planner.plan.from_dict`, which checks a plan, and whose result can plan again.
         """
         self._given, self._leveled, self._load = _Given(text), leveled, load

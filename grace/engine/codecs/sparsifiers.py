@@ -30,7 +30,7 @@ Parts = Callable[[Any, Payload, Context], tuple[Array, Array]]
 
 
 def sums(parts: Parts) -> Calls:
-    """The mean of payloads that `parts` reads."""
+    """Calls with a mean of payloads that ``parts`` decodes."""
 
     def mean(compressor: Any, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         xp, call = ctx.xp, kernel(ctx, "sparsifiers", "sparse_mean")

@@ -1,7 +1,7 @@
 """Which kernels stand in for a method's plain functions: a table by the method's exact type.
 
-Groups (`grace.engine.groups`) do without. These calls serve a single tensor: methods and communicators without groups,
-TensorFlow, and CUDA.
+Groups (`grace.engine.groups`) do not use this table. Its calls serve single tensors: those of methods and
+communicators without groups, of TensorFlow, and on CUDA devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
 }
-"""By module of this package, which has a dictionary CALLS: the modules of its methods."""
+"""The modules of methods, by the module of this package whose dictionary CALLS holds their calls."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
 
 Encode = Callable[[Any, Array, Array | None, Context], tuple[Payload, Array] | None]
@@ -77,7 +77,7 @@ def kernel(ctx: Context, family: str, name: str) -> Any:
 
 
 def with_kernel(family: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a function of `Calls`, which gets this kernel as its first argument; None without the kernel."""
+    """Decorator for a function of `Calls`: passes the kernel as first argument, or returns None if there is none."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(compressor: Any, *args: Any) -> Any:

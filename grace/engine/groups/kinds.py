@@ -26,7 +26,7 @@ def kind_of(
 ) -> tuple[type[Group], bool] | None:
     """What units of one group share: the class, and whether positions travel coded.
 
-    None for a tensor that the native library cannot exchange in a group. ``judged``: whether its mean must be finite.
+    None for a tensor that cannot be exchanged in a group. ``judged``: whether the engine checks if its mean is finite.
     """
     memory, compressor = method.memory, method.compressor
     if ctx.size == 0 or not memory.standard_feedback or type(memory).after_mean is not Memory.after_mean:

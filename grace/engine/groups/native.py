@@ -37,7 +37,7 @@ class Message:
     def __init__(self, points: Sequence[Point], destinations: int = 1):
         arrays = [array for array, _, _ in points[0].recipe.arrays] if points else []
         self.places = {array: np.zeros(len(points), np.int64) for array in arrays}
-        """By array, the offset in bytes of each point's in its destination's part."""
+        """By array name, int64[points]: byte offset of each point's array within its destination's part."""
         self.begins = np.zeros(len(points), np.int64)
         """The offset of each point's part."""
         self.parts: list[tuple[int, int]] = []
@@ -166,8 +166,8 @@ class Encoder:
     def encode(self, x: Any, old: Any, new: Any, out: int, step: int) -> None:
         """Encode the sums of the vectors at the addresses ``x`` and ``old`` to the message at ``out``.
 
-        What is not sent goes to ``new``. Where that is ``old``, x takes what was there; else x keeps its values.
-        ``old`` and ``new`` are 0 without a state.
+        The new residuals, what is not sent, go to ``new``. Where ``new`` equals ``old``, x receives the old residual;
+        elsewhere x keeps its values. ``old`` and ``new`` are 0 without a state.
         """
         rows = self._rows
         if self._draws is not None:
@@ -184,10 +184,10 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes the points of a group, each the mean of payloads in the messages of several senders.
+    """Decodes a group's points: each becomes the mean of its payloads in the messages of several senders.
 
-    ``places``: by array, where each point's is in a message. ``senders``: int64[points, count], the numbers of the
-    messages that each point's payloads are in.
+    ``places``: by array name, the byte offset of each point's array in a message. ``senders``: int64[points, count],
+    the numbers of the messages that hold each point's payloads.
     """
 
     def __init__(

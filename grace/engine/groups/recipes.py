@@ -38,7 +38,7 @@ class Recipe:
     encode: str
     mean: str
     arrays: tuple[tuple[str, str, int], ...]
-    """Of each array of the payload the kernels' argument, the dtype, and the length."""
+    """For each array of the payload: the name of the kernels' argument, the dtype and the length."""
     how: Mapping[str, int]
     """Arguments of both kernels."""
     more: Mapping[str, Any] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class RowTable:
         self._held[which] = self._moved[which] = False
 
     def restore(self, which: Indices | None = None) -> None:
-        """Make the states before the current ones again; by default of all arrays."""
+        """Make the states from before the undecided exchanges current again; by default, of all arrays."""
         which = slice(None) if which is None else which
         self._at[which] ^= self._moved[which]
         self.release(which)

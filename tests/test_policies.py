@@ -607,6 +607,9 @@ def test_the_scheduler_reads_rates_and_is_saved():
         scheduler.step()
         levels.append(grc.decision.levels["weight"])
     assert levels == [LOW, LOW, HIGH, LOW, HIGH, HIGH, HIGH]
+    del optimizer.param_groups[1]  # a removed group has no rate any more
+    scheduler.step()
+    assert scheduler.state_dict() == {"rates": [0.1]}
     with pytest.raises(ValueError, match="not distributed: name the Grace"):
         grace.torch.PolicyScheduler(torch.optim.SGD(net.parameters(), 0.1))
 

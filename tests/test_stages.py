@@ -1,5 +1,6 @@
 """Compression between pipeline stages: feedback, ends of an edge, PyTorch's stages, Boundary, and predictions."""
 
+import collections
 import sys
 from pathlib import Path
 
@@ -326,7 +327,11 @@ def test_a_boundary_in_torch():
     half = Boundary()(x.half())
     assert half.dtype is torch.float16
     marks = torch.ones(3, dtype=torch.int64)
+    Pair = collections.namedtuple("Pair", "found same")
+    pair = Boundary()(Pair(x, marks))
     found, same = Boundary()((x, marks))
+    assert type(pair) is Pair
+    assert torch.equal(pair.found, found)
     assert same is marks
     assert found.shape == x.shape
     ef = Boundary(TOPK, feedback="ef21")

@@ -55,7 +55,8 @@ class Boundary(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         """Return the input as the next stage receives it."""
         if isinstance(x, (tuple, list)):
-            return type(x)(self._one(each, number) for number, each in enumerate(x))
+            found = [self._one(each, number) for number, each in enumerate(x)]
+            return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)  # a namedtuple takes its fields apart
         return self._one(x, 0)
 
     def _one(self, x: Any, number: int) -> Any:

@@ -40,7 +40,7 @@ class PolicyScheduler:
         """End an epoch; returns the policy's decision."""
         now = self._read()
         # With several groups, use the one whose rate falls most.
-        pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=True)
+        pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=False)  # a group may have been removed
         lr, next_lr = min(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 1.0)
         decision = self.grace.end_epoch(lr, next_lr)
         if self._scale_lr and decision.lr_scale != 1:

@@ -1,7 +1,7 @@
-"""Whether a Keras optimizer applied means: it counts its steps.
+"""Tells whether a Keras optimizer has applied means.
 
-`Optimizer.apply` advances ``_iterations`` in each step, also in one whose means it only accumulates. A loss scaler that
-skips a step leaves them. A user's own ``apply`` may step without counting: then its variables tell.
+`Optimizer.apply` advances ``_iterations`` in each step, even in one that only accumulates means. If a loss scaler
+skips a step, ``_iterations`` stays. A user's own ``apply`` may step without counting: then compare its variables.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class BackupAndRestore(GraceCallback, keras.callbacks.BackupAndRestore):
                 self.model._initial_epoch = before
 
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
-        # States first, and two of them: a worker that ends in between leaves those of the older weights.
+        # Write states before weights, and keep two: a crash in between leaves the states of the older weights.
         transport, driven = self._transport(), self._wanted()
         problem = ""
         try:

@@ -23,7 +23,7 @@ _KERNELS: WeakKeyDictionary[Grace, dict[Any, bool]] = WeakKeyDictionary()
 
 
 def transposed(kit: Toolkit, grace: Grace, variables: Sequence[Any]) -> list[bool]:
-    """Which variables this Grace exchanges transposed: of a blockwise Grace, Keras's kernels of two dimensions.
+    """Whether to exchange each variable transposed: True for Keras's 2-D kernels if the method is blockwise.
 
     The first call before there are tensors decides for the whole run; see `Setup.choose_layout`.
     """

@@ -30,8 +30,8 @@ def DistributedOptimizer(
     ``compile`` adds for the policy mixed_float16, decides by the means, so that all workers skip a step together.
     Compile models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
 
-    What was applied: the means of an ``apply`` are applied if the optimizer steps in it, that is if it advances its
-    ``_iterations`` or, in an ``apply`` of your own, changes a variable; so are means that it adds up for later.
+    The means of an ``apply`` count as applied if the optimizer advances its ``_iterations`` or, in an ``apply`` of
+    your own, changes a variable. Means that it accumulates for a later step count as applied, too.
     If it skips the step or raises, they are discarded: all state and the count of steps are as before the exchange.
     `average_gradients` sees no step, so its means always count as applied.
 

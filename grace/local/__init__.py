@@ -95,7 +95,7 @@ def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, *
 def from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> DiLoCo:
     """A DiLoCo from a dictionary: its settings under "local", and the keys of `grace.grace_from_params`.
 
-    ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Three more settings are: "preset", one
+    ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. More keys of "local": "preset", one
     of `PRESETS`, "diloco" by default ("sparseloco" has a compressor of its own); "average" and "clip", as in
     `PeerMean`, which need communicator "allgather" and make it the default. Raises as `grace_from_params` and `DiLoCo`,
     and ValueError for other presets, averages and clips.

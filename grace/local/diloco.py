@@ -157,7 +157,7 @@ class DiLoCo:
         return self._settled
 
     def settle(self) -> None:
-        """Make the current parameters the base, unless a step was made or a state loaded; then compare the workers.
+        """Make the current parameters the base if no step has been counted; in any case, compare the workers.
 
         The integrations call it before the first step. Raises ValueError on all workers, naming the difference, if
         settings, steps or bases differ.

@@ -114,8 +114,8 @@ class Exchange:
         """The parameter names of each fragment, in order of exchange."""
         self.flight: Flight | None = None
         self.in_step = False
-        """Whether all workers were at one place when they last met, and nothing has failed here since. Then the next
-        exchange of each is the same, unless one calls `finish`, which waits for the handshake.
+        """Whether the last comparison or landing found all workers at the same step, and nothing has failed here since.
+        If so, all start the same exchange next, unless one calls `finish`, which waits for its handshake.
         """
         self.side_bytes = 0
         """Bytes of the uncompressed messages."""

@@ -19,7 +19,7 @@ REMEDY = (
 
 
 class Change(IntEnum):
-    """What a worker's model holds beside the base, in ascending order: the workers follow the largest."""
+    """What a worker has to exchange in `DiLoCo.finish`, in ascending order; all workers follow the largest."""
 
     NONE = 0
     BUFFERS = 1
@@ -33,8 +33,8 @@ class Change(IntEnum):
 class Handshake:
     """Compares the workers' places in one message, whose name and size are the same for every kind of exchange.
 
-    So workers of different kinds of exchange meet here, before messages of different sizes could. ``finish``: whether
-    this worker is in `DiLoCo.finish`. ``change``: what this worker has to exchange.
+    A place: the numbers of steps, ended slots and landings, and ``finish``, whether this worker is in `DiLoCo.finish`.
+    So workers at different places raise here, before messages of different sizes meet. ``change``: see `Change`.
     """
 
     def __init__(self, transport: Transport, xp: Any, name: str, progress: Progress, finish: bool, change: Change):

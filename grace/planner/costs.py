@@ -168,7 +168,7 @@ class Costs:
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
     def last(self, sizes: Sequence[int]) -> dict[int, Chain]:
-        """The chains of small tensors, by number, if the last gradient is one of them: its message takes all along."""
+        """The chains of small tensors, by index, if the last tensor is small: its message carries all small tensors."""
         small = [number for number, size in enumerate(sizes) if size < self.min_numel]
         if not small or small[-1] < len(sizes) - 1:
             return {}

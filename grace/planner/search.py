@@ -25,7 +25,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 GAIN = 1e-9
 """Minimum relative gain for changing a strategy, so that rounding decides nothing."""
 PLACEMENTS = 4096
-"""Up to this many placements of groups on the CPU, all are tried; beyond, one group after the other."""
+"""Maximum number of CPU placements that are all tried; beyond it, groups move one after the other."""
 WORK = 4_000_000
 """Budget of the refined mode, the number of timelines times that of tensors: models with hundreds of tensors get fewer
 passes."""

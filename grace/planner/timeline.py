@@ -123,7 +123,7 @@ class _Player:
         self._moments = {0: _Moment(0.0, (0.0,) * 4, (0.0,) * 4, self.pool, (), (), never)}
         # start of each tensor's last operation on each link
         self._last: list[list[float]] = [[*never] for _ in backward]
-        self._gaps: list[float] = [*never]  # start of the last tensor's first message that finds the link idle
+        self._gaps: list[float] = [*never]  # by resource: the latest start of a tensor's first message on an idle link
         self._totals = [sum(backward), 0.0, 0.0, 0.0]  # total work of all chains, by resource
 
     def _put(self, tensor: int, chain: Chain) -> None:

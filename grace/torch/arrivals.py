@@ -8,7 +8,7 @@ from grace.engine.session import Grace
 
 
 class Arrivals:
-    """Submits gradients to a Grace as soon as a bucket is complete: all that have arrived, by one call."""
+    """Collects gradients; when the next bucket of a Grace is complete, submits all of them by one call."""
 
     def __init__(self, grace: Grace):
         self._grace = grace
@@ -25,7 +25,7 @@ class Arrivals:
         self._missing = self._grace.next_bucket()
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient has arrived; its memory may take the mean."""
+        """Take a gradient, whose memory may be overwritten by its mean; submit if this completes the bucket."""
         self._ready[name] = gradient
         self._missing.discard(name)
         if not self._missing:

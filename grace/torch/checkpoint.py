@@ -37,8 +37,8 @@ class CheckpointState:
 class GatheredState:
     """All workers' states of a Grace in one, for trainers that save worker 0's objects and load them on all workers.
 
-    As Accelerate: ``accelerator.register_for_checkpointing(GatheredState(grc))``. Every worker must call both methods,
-    as such trainers do. Every worker holds all states in host memory meanwhile.
+    For example Accelerate: ``accelerator.register_for_checkpointing(GatheredState(grc))``. Every worker must call both
+    methods, as such trainers do; each one then holds all states in host memory.
     """
 
     def __init__(self, grace: Grace):
@@ -53,9 +53,9 @@ class GatheredState:
         return {"workers": [each.cpu() for (each,) in found]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each worker its own state; after a change in their number, all states as `Grace.load_state_dict`.
+        """Load this worker's own state, or, if the number of workers has changed, all states.
 
-        Raises as that does, ValueError for a state that `state_dict` did not return.
+        Raises as `Grace.load_state_dict`, and ValueError for a state that `state_dict` did not return.
         """
         workers = state_dict.get("workers")
         if not isinstance(workers, list) or not all(isinstance(each, torch.Tensor) for each in workers):

@@ -18,20 +18,20 @@ from grace.torch.passes import NONE, running
 from grace.torch.watch import Watch
 
 LOOKS = 8
-"""Number of parameters per bucket before whose gradients a pass looks whether the last means are still there."""
+"""Approximate number of parameters per bucket with a hook that checks, before accumulation, for removed means."""
 
 
 @torch.no_grad()  # since create_graph=True enables autograd in the backward pass
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
-    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
-    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
-    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
-    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
-    discarded, as if the exchange had not been; a pass that adds to undecided means shares their fate. Where this cannot
-    be known, they count as applied, and a warning says so once: `Grace.commit`, `Grace.discard` and ``no_sync`` say it
-    exactly.
+    A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
+    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
+    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
+    discarded: all state is as before the exchange. A pass that adds to undecided means is applied or discarded with
+    them. If the outcome is unknown, they count as applied, with one warning; `Grace.commit`, `Grace.discard` and
+    ``no_sync`` decide explicitly.
 
     State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round of collectives overlaps the
     backward pass; later rounds follow once the last bucket is ready, in the same order on all workers. In the first

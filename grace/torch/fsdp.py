@@ -57,13 +57,13 @@ def fsdp(
     Markov, Vladu, Guo and Alistarh, "Quantized Distributed Training of Large Models with Convergence Guarantees", ICML
     2023, arXiv:2302.02390.
 
-    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
-    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
-    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
-    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
-    discarded, as if the exchange had not been; a pass that adds to undecided means shares their fate. Where this cannot
-    be known, they count as applied, and a warning says so once: `Grace.commit` and `Grace.discard` say it exactly. The
-    parameters of one `fully_shard` call are decided together. For passes without an exchange call FSDP's own
+    A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
+    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
+    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
+    discarded: all state is as before the exchange. A pass that adds to undecided means is applied or discarded with
+    them. If the outcome is unknown, they count as applied, with one warning; `Grace.commit` and `Grace.discard` decide
+    explicitly. The parameters of one `fully_shard` call share a decision. For passes without an exchange call FSDP's
     ``set_requires_gradient_sync(False)``; inside `Grace.no_sync` a backward pass raises RuntimeError.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
@@ -249,7 +249,7 @@ class _Step:
 
 
 def _sums(grace: Grace, numbers: list[Any]) -> Callable[[], list[float]]:
-    # Sum numbers over the workers; on a device only start to sum flags.
+    # Start to sum numbers over the workers; returns a function that returns the sums. On the CPU wait for them here.
     mine = torch.stack([grace.xp.cast(torch.as_tensor(each), "float32") for each in numbers])
     wait = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")
 

@@ -54,14 +54,14 @@ def DistributedOptimizer(
     DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss
     returned by a closure is averaged, too, so that line searches decide alike on all workers.
 
-    The means of a parameter are applied when an optimizer that holds it steps while they are its gradient and thereby
-    changes one of its parameters or its own state; clamps, decay and averages by hand are no step, and one optimizer's
-    step says nothing of another's parameters. A parameter that no optimizer has stepped yet is applied when its weights
-    are written or an optimizer over copies of it steps. Means that are removed, zeroed or replaced before that are
-    discarded, as if the exchange had not been; a pass that adds to undecided means is an error. Where this cannot be
-    known, they count as applied, and a warning says so once: ``grace.commit()``, ``grace.discard()`` and ``no_sync``
-    say it exactly. Gradients that are set without a backward pass, as those of float32 masters, are exchanged in
-    ``step``; gradients that differ between workers then are an error on all.
+    A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
+    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
+    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
+    discarded: all state is as before the exchange. A pass that adds to undecided means raises RuntimeError. If the
+    outcome is unknown, they count as applied, with one warning; ``grace.commit()``, ``grace.discard()`` and ``no_sync``
+    decide explicitly. Gradients set without a backward pass, as those of float32 masters, are exchanged in ``step``;
+    if means are undecided, gradients that differ between workers raise RuntimeError on all instead.
 
     ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
     ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose gradients are clipped or
@@ -136,18 +136,18 @@ class _Driver:
         self.backward_passes = passes_per_step
         self._optimizer = optimizer
         self._pass = BackwardPass()
-        # parameters by ID: those whose gradients wait for the exchange, and those with some from passes inside no_sync
+        # parameters by ID: those whose gradients wait for the exchange, and those with gradients from no_sync passes
         self._arrived: dict[int, torch.Tensor] = {}
         self._local: dict[int, torch.Tensor] = {}
         self._arrivals = Arrivals(grace)
         self._passes = 0  # number of passes since the last exchange
         self._last = True  # whether the running pass is the last one before an exchange
-        self._undecided: Set[str] = frozenset()  # before the running pass
-        self._accumulated = Gradients()  # gradients of these passes
+        self._undecided: Set[str] = frozenset()  # tensors whose means were undecided before the running pass
+        self._accumulated = Gradients()  # gradients of the passes since the last exchange
         self._set = Gradients()  # gradients set by hand, after the step that used them
         self._left: set[str] = set()  # tensors whose parameter groups were removed
         self._numbered = named is None
-        self._checked = False  # whether models of the same parameters were looked for
+        self._checked = False  # whether DDP models of these parameters, and their order, were checked
         self._looked = NONE  # the graph task that was compared with the last exchange
         self._parameters = NamedParameters(optimizer, named)
         self._hooked: set[torch.Tensor] = set()

@@ -69,7 +69,7 @@ def local(
 
 
 def _check_held(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-    # Each worker's values of a trained parameter that no optimizer holds would stay its own.
+    # Raise ValueError for a trained parameter that no optimizer holds: its values would never be averaged.
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     if not (free := [(name, p) for name, p in pairs if p.requires_grad and p not in mine]):
         return

@@ -15,9 +15,9 @@ T = TypeVar("T")
 ELEMENTS, TENSORS = 8192, 32
 """Size of an optimizer's sample: elements, and tensors that they are taken from."""
 SMALLEST = 8
-"""Number of elements around a tensor's smallest magnitude, which change first where a step is small."""
+"""Number of elements sampled around a tensor's smallest magnitude, which a small step changes first."""
 AIMS, CHUNK = 4, 65536
-"""Number of parameters sampled where their gradients are largest, and the elements looked at for that at once."""
+"""Number of parameters sampled at their largest gradients, and number of gradient elements searched at once."""
 STATES = 4
 """Number of parameters whose state in the optimizer is sampled."""
 
@@ -132,7 +132,7 @@ def _parts(x: torch.Tensor, count: int, smallest: bool) -> list[torch.Tensor]:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether to read values at once: a device would have to finish its work first."""
+    """Whether to read values at once: True on the CPU; another device would have to finish its work first."""
     return device.type == "cpu"
 
 
@@ -232,7 +232,7 @@ def nonzero(gradients: Sequence[torch.Tensor]) -> Any:
 
 
 def alike(gradients: Sequence[torch.Tensor], transport: Transport) -> bool:
-    """Whether gradients are equal on all workers but for rounding: computed from the means, not from a batch."""
+    """Whether gradients have equal sums and norms on all workers, up to rounding, as if computed from means."""
     if transport.size == 1:
         return True
     mine = [(float(x.sum(dtype=torch.float64)), float(x.double().norm())) for x in map(_values, gradients)]

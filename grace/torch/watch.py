@@ -1,7 +1,7 @@
-"""What becomes of an exchange's means in PyTorch.
+"""Tells whether the means of an exchange were applied or discarded in PyTorch.
 
-A `Watch` observes the optimizers of a process, weights and gradients for one Grace, and reports what it sees to the
-rule (`grace.engine.applied`).
+For one Grace, a `Watch` observes weights, gradients and all optimizers of the process. It reports steps, writes and
+removals to a `grace.engine.applied.Rule`, which decides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Holding(NamedTuple):
     """The tensors of the Grace that the optimizer holds."""
     pairs: list[tuple[str, torch.Tensor]]
     copies: bool
-    """Whether it holds none, but copies of all: as many tensors of the same shapes, or as many elements."""
+    """Whether it holds copies of all parameters instead: the same shapes, or the same total number of elements."""
 
 
 class _Bracket:
@@ -82,8 +82,8 @@ class Watch:
         self.rule = Rule(weakref.proxy(grace))
         self._some = True  # whether a mean of the last exchange has another element than 0
         self._agree = agree
-        # steps of shards: what the optimizer held, which gradients were present, and the number of workers where it
-        # changed something, and where means were not 0
+        # undecided steps of sharded parameters: what the optimizer holds, the tensors with gradients, and a function
+        # that returns the numbers of workers where the step changed something, and where means were not 0
         self._pending: list[tuple[Holding, frozenset[str], Callable[[], list[float]]]] = []
         self._bracket: _Bracket | None = None
         self._optimizer: Any = None  # the optimizer of the bracket
@@ -143,7 +143,7 @@ class Watch:
         self.exchanged(found)
 
     def settle(self, arrived: Collection[int] = (), dropped: bool = False) -> None:
-        """Decide what can be told as a backward pass begins.
+        """Decide means, as far as possible, when a backward pass begins.
 
         ``arrived``: IDs of parameters to whose gradients this pass has already added. ``dropped``: whether all
         gradients are about to be removed.
@@ -168,7 +168,7 @@ class Watch:
         self.rule.passed(removed, written, loose)
 
     def _settle_now(self) -> None:
-        # Decide what can be told as the state is asked for, perhaps on one worker alone.
+        # Decide means, as far as possible, when the state is requested, perhaps by one worker alone.
         if self._agree is None:
             self.settle()
         elif (grace := self.grace) is not None and grace.provisional:
@@ -216,7 +216,7 @@ class Watch:
         emptied = {name for name, _ in intact} - filled
         if filled or not self._some:  # a mean may be 0: it was not zeroed if nobody wrote to it, nor to the others
             emptied -= {name for name, p in intact if self.means.untouched(p)}
-        # A pass has already added to the others: they were zeroed if all others of their optimizer were.
+        # The pass has already added to ``late``: they count as zeroed if the other tensors of their optimizer were.
         owners = {self._owner.get(name) for name in emptied} - {self._owner.get(name) for name in filled}
         return gone | emptied | {name for name in late if self._owner.get(name) in owners}
 
@@ -226,7 +226,7 @@ class Watch:
         return p in self.means and not self.means.kept(p) and (not self._replaceable or id(p) in arrived)
 
     def _loose(self, names: set[str]) -> set[str]:
-        # Those of some tensors that no living optimizer holds; each is looked for in memory once.
+        # The tensors among ``names`` that no living optimizer holds; searches memory once for each tensor.
         if new := names - self._held.keys():
             gc.collect()  # a dead optimizer in a cycle would be found on some workers only
             found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
@@ -237,7 +237,7 @@ class Watch:
     def check_means(self) -> None:
         """Raise RuntimeError, on all workers, unless a step's gradients are the undecided means, or computed from them.
 
-        Computed gradients are equal on all workers, which takes a message unless they are scaled means.
+        Gradients computed from means are equal on all workers. Comparing takes a message, unless they are scaled means.
         """
         grace = self.grace
         assert grace is not None

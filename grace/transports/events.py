@@ -16,7 +16,7 @@ CLOCK = ("hrtimer_nanosleep",)
 LOOKS = 3
 """Number of checks, a millisecond apart: a thread that handles an event at one check may be waiting at the next."""
 POLLS = 8
-"""Number of checks if polling threads are sought: these go to sleep at least half as often in that time."""
+"""Number of checks to find polling threads, which are those that sleep at least half as many times meanwhile."""
 
 
 def settle(polling: bool = False) -> int:

@@ -84,8 +84,8 @@ def tasks_per_node(text: str) -> list[int]:
 def detect(environ: Mapping[str, str]) -> Job | None:
     """The job that the variables of the innermost launcher describe; None without a launcher.
 
-    Launchers start others, whose workers inherit all variables: mpirun in a batch script of SLURM, torchrun in a step
-    of srun. SLURM is therefore the last one. Raises RuntimeError, naming variable and remedy, if a variable is missing
+    One launcher may start another, whose workers inherit all variables: mpirun in a SLURM batch script, torchrun in a
+    step of srun. So SLURM is read last. Raises RuntimeError, naming variable and remedy, if a variable is missing
     or contradicts another one, or if several processes of a launcher are each a world of one.
     """
     job = next((job for read in _READERS if (job := read(environ)) is not None), None)

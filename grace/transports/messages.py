@@ -289,8 +289,8 @@ class MessageTransport(Transport):
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         xp, packer, mutual = self.xp, self._packer, items[0].mutual
-        # By sender: the worker whose part of ``parts`` has the shapes that this worker receives. By default that is
-        # this worker's own part; if ``mutual``, the part that it sends to the sender.
+        # ``like[sender]``: the index in ``parts`` of arrays shaped like those that ``sender`` sends here: this
+        # worker's own part, or, if ``mutual``, the part that goes to ``sender``.
         like = [worker if mutual else self.rank for worker in range(self.size)]
         parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
         layouts = {worker: packer.layout(parts[worker]) for worker in set(like)}

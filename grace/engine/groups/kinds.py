@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce
-from grace.communicators.hierarchical import Hierarchical
 from grace.communicators.twostage import TwoStage
 from grace.compressors.bf16 import BF16
 from grace.compressors.fp16 import FP16
@@ -50,8 +49,10 @@ def kind_of(
 
 
 def elementwise(method: Method, communicator: Communicator) -> bool:
-    """Whether tensors may be exchanged as one vector: each element is compressed alone, and without random numbers."""
+    """Whether tensors may be exchanged as one vector: each element is compressed alone, and without random numbers.
+
+    Communicators that cut tensors into shards would cut a vector elsewhere, so that other bytes would travel.
+    """
     compressor = method.compressor
     alone = type(compressor) in (FP16, NoCompression) or (type(compressor) is BF16 and not compressor.traits.unbiased)
-    carriers = (Allreduce, Allgather, TwoStage, Hierarchical)
-    return alone and type(method.memory) is NoMemory and type(communicator) in carriers
+    return alone and type(method.memory) is NoMemory and type(communicator) in (Allreduce, Allgather)

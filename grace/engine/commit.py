@@ -120,15 +120,12 @@ class Commit:
         return means
 
     def _count_joined(self, joined: Joined) -> None:
-        # Each unit's share of the bytes, by its elements.
+        # Each unit's share of the bytes, which its elements take alike.
         setup, whole = self._setup, sum(unit.size for unit in joined.units)
         asked = [each for each in self._flight.scheduler.asked if each[0] == joined.name]
         sent, received, _ = setup.meter.count([joined.name], asked, setup.transport.group_rank, {})[joined.name]
-        at = 0
         for unit in joined.units:
-            end = at + unit.size
-            shares = (total * end // whole - total * at // whole for total in (sent, received))
-            joined.counts[unit.name], at = [*shares, 1], end
+            joined.counts[unit.name] = [sent * unit.size // whole, received * unit.size // whole, 1]
 
     def _shaped(self, names: Sequence[str], means: Sequence[Array], shapes: Sequence[Any]) -> dict[str, Array | None]:
         # The means of tensors in their own shapes, which most of them have already.

@@ -66,7 +66,6 @@ class Flight:
         """Whether it sends messages after the first one."""
         layout, ways = self.layout, self._setup.ways
         each = [ways.at(unit.name, self.levels[unit]) for unit in layout.rest if unit not in self.plain]
-        each += [joined.way for joined in layout.joined if joined.way is not None]
         agreed = any(way.method.compressor.traits.combine is Combine.AGREED for way in each)
         rounds = [way.communicator.rounds for way in each] + [grouped.group.rounds for grouped in layout.groups]
         return agreed or max(rounds, default=1) > 1

@@ -153,21 +153,24 @@ class GroupBook:
         from grace.engine.groups.kinds import elementwise  # imports the methods
 
         setup = self._setup
-        if not _simple(unit) or setup.plain(unit, level) or unit.narrow or setup.store.cells_by_key(unit, level):
-            return False
-        if setup.offload is not None and unit.name in setup.offload.units:
+        if not _simple(unit) or not self._compresses(unit, level) or setup.store.cells_by_key(unit, level):
             return False
         way = setup.ways.at(unit.name, level)
         return elementwise(way.method, way.communicator)
+
+    def _compresses(self, unit: Unit, level: int) -> bool:
+        # Whether this thread compresses a unit, as float32.
+        offload = self._setup.offload
+        return not (
+            self._setup.plain(unit, level) or unit.narrow or (offload is not None and unit.name in offload.units)
+        )
 
     def _kind(self, unit: Unit, level: int) -> Any:
         # What units must share to form a group; None for a unit that is exchanged by itself.
         from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
 
         setup = self._setup
-        if setup.plain(unit, level) or unit.narrow or unit.dtype != "float32":
-            return None
-        if setup.offload is not None and unit.name in setup.offload.units:
+        if not self._compresses(unit, level) or unit.dtype != "float32":
             return None
         way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)
         judged = setup.store.any(unit, level) or setup.options.nonfinite != "poison"

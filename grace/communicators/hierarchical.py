@@ -56,11 +56,11 @@ class Hierarchical(Communicator):
         transport.split(self.node_size)
 
     def applies(self, method: Method, ctx: Context) -> bool:
-        return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
+        return all(method.compressor.applies(self.cross(method, ctx, place)) for place in range(self.node_size))
 
     def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         points: dict[str, tuple[Method, Context]] = self.outer.compression_points(
-            method, self._cross(method, ctx, ctx.rank % self.node_size)
+            method, self.cross(method, ctx, ctx.rank % self.node_size)
         )
         return points
 
@@ -74,23 +74,23 @@ class Hierarchical(Communicator):
         (total, *others) = (xp.cast(part, ctx.dtype) for (part,) in received)
         for other in others:
             total = total + other
-        cross = self._cross(method, ctx, ctx.rank % self.node_size)
+        cross = self.cross(method, ctx, ctx.rank % self.node_size)
         program = self.outer.reduce(total / self.node_size, method, state, cross)
-        mean, state = yield from _across(program)
+        mean, state = yield from across(program)
         mean = xp.cast(materialize(mean), wire)
         # The last shards are shorter than the first.
         gathered = yield Gather((xp.pad(mean, sizes[0]),), group="node")
         mean = xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])
         return xp.cast(mean, ctx.dtype), state
 
-    def _cross(self, method: Method, ctx: Context, place: int) -> Context:
-        # The context of one local worker's shard for the exchange between machines.
+    def cross(self, method: Method, ctx: Context, place: int) -> Context:
+        """The context of local worker ``place``'s shard, for the exchange between machines."""
         shard = shards(method.compressor, ctx, self.node_size)[place]
         return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
 
 
-def _across(program: Program[T]) -> Program[T]:
-    # The same program, with its collectives in the group "cross".
+def across(program: Program[T]) -> Program[T]:
+    """The same program, with its collectives in the group "cross"."""
     answer = None
     while True:
         try:

@@ -111,9 +111,12 @@ class TwoStage(Communicator):
                 for owner, part in sent.items()
             ]
         else:
-            shapes = tuple(tuple(map(xp.shape, sent.get(worker, nothing))) for worker in range(ctx.world_size))
-            gathered = yield Gather(payload, shapes=shapes)
-            each = [gathered[owner] for owner in owned]
+            # Coded positions of some shards have fewer arrays: empty ones of their last dtype make the numbers equal.
+            most = max(map(len, payloads))
+            full = [sent.get(worker, nothing) for worker in range(ctx.world_size)]
+            shapes = tuple((*map(xp.shape, part), *[(0,)] * (most - len(part))) for part in full)
+            gathered = yield Gather((*payload, *[payload[-1][:0]] * (most - len(payload))), shapes=shapes)
+            each = [gathered[owner][: len(part)] for owner, part in sent.items()]
         mean = method.mean_of_shards(each, ctx.stage("server"), list(again.values()), list(owned))
         if "worker" in states:
             mean, states["worker"] = method.finish(mean, states["worker"], ctx)

@@ -71,3 +71,16 @@ class Rows:
             given = dict(zip(self._columns, words[row].tolist(), strict=True))
             raise Refused(row, kernel.refusal(int(results[row]), **given))
         return results
+
+
+class Copies:
+    """Copies float32 vectors of these lengths by one call."""
+
+    def __init__(self, library: Library, lengths: Any):
+        self._rows = Rows(library, "lowrank_product", len(lengths))
+        self._rows.set(a=1, b=lengths, r=0, threads=1)  # out = x - P Q with P and Q of rank 0
+
+    def call(self, source: Any, target: Any, threads: int = 1, only: Any = None) -> None:
+        """Copy from the addresses ``source`` to the addresses ``target``; see `Rows.call`."""
+        self._rows.set(x=source, out=target)
+        self._rows.call(threads, only)

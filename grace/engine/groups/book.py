@@ -110,11 +110,11 @@ class GroupBook:
             if (key := self._kind(unit, level)) is not None:
                 alike.setdefault(key, []).append(unit)
         groups = []
-        for number, (((kind, _), level), units) in enumerate(alike.items()):
+        for number, ((kind, level), units) in enumerate(alike.items()):
             method, communicator = setup.ways[level].method, setup.ways[level].communicator
             contexts = [setup.context(unit, 0) for unit in units]
             cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
-            group = kind(setup.xp, library, method, communicator, contexts, cells)
+            group = kind.make(setup.xp, library, method, communicator, contexts, cells)
             counts = {unit.name: [*traffic, 1] for unit, traffic in zip(units, group.traffic, strict=True)}
             names = _names(units) if all(map(_simple, units)) else ()
             groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -87,13 +87,20 @@ class Landed:
         self._received = received  # kept alive, since decoders only have addresses
 
 
+def addresses(xp: Backend, received: Sequence[Any]) -> Any:
+    """int64[workers], the address of the single array that each worker sent."""
+    if isinstance(received, GatheredPayloads):
+        return np.array(received.addresses()[0], np.int64)
+    return np.array([xp.buffers.address(array) for (array,) in received], np.int64)
+
+
 class Group(ABC):
     """Units with one method and communicator, encoded and decoded by the native library.
 
     ``cells``: of each unit, the state's cells by key. ``x``: the addresses of the units' vectors, float32[n].
     """
 
-    rounds: ClassVar[int]
+    rounds: int
     """Number of messages that an exchange sends, one after the other."""
 
     def __init__(
@@ -136,16 +143,32 @@ class Group(ABC):
         for each in self.feedback:
             each.undo()
 
+
+class CodedGroup(Group):
+    """A group whose payloads are gathered: they are decoded without the state."""
+
+    @abstractmethod
+    def settle(self, ok: Sequence[bool] | None) -> None:
+        """Keep the new state of units where ``ok``, by default of all. x must be as `exchange` left it."""
+
+    @abstractmethod
+    def decode(self, landed: Any, out: Sequence[int]) -> None:
+        """Write the means to the addresses ``out``: x itself only after `settle`."""
+
+    @staticmethod
+    @abstractmethod
+    def idle(xp: Backend, workers: int) -> Program[Any]:
+        """The messages of an exchange without units."""
+
+    def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        self.settle(ok)
+        self.decode(landed, x)
+
     def _encoded(self, encoder: Encoder, feedback: Feedback | None, x: Any, step: int) -> Array:
         message = self.xp.buffers.empty((encoder.message.size,), "uint8")
         old, new = (0, 0) if feedback is None else feedback.begin(x)
         encoder.encode(x, old, new, self.xp.buffers.address(message), step)
         return message
-
-    def _addresses(self, received: Sequence[Any]) -> Any:
-        if isinstance(received, GatheredPayloads):
-            return np.array(received.addresses()[0], np.int64)
-        return np.array([self.xp.buffers.address(array) for (array,) in received], np.int64)
 
     def _decoded(self, decoder: Decoder, addresses: Any, out: Any, step: int) -> None:
         try:
@@ -163,7 +186,7 @@ class Group(ABC):
                 compressor.decompress(payload, ctx)
 
 
-class GatheredGroup(Group):
+class GatheredGroup(CodedGroup):
     """The exchange of communicator "allgather"."""
 
     rounds = 1
@@ -184,16 +207,22 @@ class GatheredGroup(Group):
         places = np.array(x, np.int64)
         message = self._encoded(self._encoder, self.feedback[0] if self.feedback else None, places, step)
         received = yield Gather((message,))
-        return Landed(received, self._addresses(received), step)
+        return Landed(received, addresses(self.xp, received), step)
 
     def finite(self, landed: Landed) -> list[bool] | None:
         found = self._decoder.finite(landed.addresses)
         return None if found is None else found.tolist()
 
-    def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+    @staticmethod
+    def idle(xp: Backend, workers: int) -> Program[Any]:
+        yield Gather((xp.zeros((0,), "uint8"),))
+
+    def settle(self, ok: Sequence[bool] | None) -> None:
         for each in self.feedback:
             each.end(None if ok is None else np.array(ok))
-        self._decoded(self._decoder, landed.addresses, np.array(x, np.int64), landed.step)
+
+    def decode(self, landed: Landed, out: Sequence[int]) -> None:
+        self._decoded(self._decoder, landed.addresses, np.array(out, np.int64), landed.step)
 
     @property
     def traffic(self) -> list[tuple[int, int]]:
@@ -201,7 +230,7 @@ class GatheredGroup(Group):
         return [(size, size * others) for size in map(_bytes, self._points)]
 
 
-class TwoStageGroup(Group):
+class TwoStageGroup(CodedGroup):
     """The exchange of communicator "twostage"."""
 
     rounds = 2
@@ -230,7 +259,7 @@ class TwoStageGroup(Group):
             senders = np.tile(np.arange(workers), (len(mine), 1))
             self._average = Decoder(library, mine, self._sent.at(self._own.tolist()), senders, threads)
             self._recode = Encoder(library, self._server, Message(self._server), threads)
-        self._means: Array = None  # memory of the means of this worker's shards, which may take the old residuals
+        self._means: Array = None  # the means of this worker's shards; encoding them may swap the old residuals into it
         self._set_up_feedback([place for each in owned for place, ctx in enumerate(each.values()) if ctx.size])
 
     def _set_up_feedback(self, places: Sequence[int]) -> None:
@@ -254,10 +283,10 @@ class TwoStageGroup(Group):
         if len(self._own):
             self._means = self.xp.buffers.empty((int(self._scratch[-1]) // FLOAT,))
             places = self.xp.buffers.address(self._means) + self._scratch[:-1]
-            self._decoded(self._average, self._addresses(received), places, step)
+            self._decoded(self._average, addresses(self.xp, received), places, step)
             again = self._encoded(self._recode, self._again_feedback, places, step)
         gathered = yield Gather((again,), shapes=self._sizes)
-        return Landed(gathered, self._addresses(gathered), step)
+        return Landed(gathered, addresses(self.xp, gathered), step)
 
     @property
     def _rank(self) -> int:
@@ -275,14 +304,22 @@ class TwoStageGroup(Group):
         np.logical_and.at(ok, self._unit, found)
         return list(map(bool, ok))
 
-    def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+    @staticmethod
+    def idle(xp: Backend, workers: int) -> Program[Any]:
+        nothing = (xp.zeros((0,), "uint8"),)
+        yield AllToAll((nothing,) * workers)
+        yield Gather(nothing, shapes=(((0,),),) * workers)
+
+    def settle(self, ok: Sequence[bool] | None) -> None:
         kept = None if ok is None else np.array(ok)[self._unit]
         if self._worker is not None:
             self._worker.end(kept)
         if self._again_feedback is not None:
             self._again_feedback.end(None if kept is None else kept[self._own])
         self._means = None
-        self._decoded(self._decoder, landed.addresses, self._at(x), landed.step)
+
+    def decode(self, landed: Landed, out: Sequence[int]) -> None:
+        self._decoded(self._decoder, landed.addresses, self._at(out), landed.step)
 
     @property
     def traffic(self) -> list[tuple[int, int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce
+from grace.communicators.hierarchical import Hierarchical
 from grace.communicators.twostage import TwoStage
 from grace.compressors.bf16 import BF16
 from grace.compressors.fp16 import FP16
@@ -12,26 +15,41 @@ from grace.compressors.powersgd import PowerSGD
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.engine.groups.exchanges import RESIDUAL, GatheredGroup, Group, TwoStageGroup
+from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, TwoStageGroup
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
+from grace.engine.groups.machines import HierarchicalGroup
 from grace.engine.groups.recipes import recipe
 from grace.memories.none import NoMemory
 
-GROUPS: dict[type[Communicator], type[Group]] = {Allgather: GatheredGroup, TwoStage: TwoStageGroup}
+GROUPS: dict[type[Communicator], type[CodedGroup]] = {Allgather: GatheredGroup, TwoStage: TwoStageGroup}
 
 
-def kind_of(
-    method: Method, communicator: Communicator, ctx: Context, state: State, judged: bool
-) -> tuple[type[Group], bool] | None:
-    """What units of one group share: the class, and whether positions travel coded.
+class Kind(NamedTuple):
+    """What units of one group share."""
 
-    None for a tensor that cannot be exchanged in a group. ``judged``: whether the engine checks if its mean is finite.
+    group: type[Group]
+    coded: bool = False
+    """Whether positions travel coded."""
+    between: type[CodedGroup] | None = None
+    """The class between machines, of a `HierarchicalGroup`."""
+
+    def make(self, *parts: Any) -> Group:
+        """The group of these ``parts``: see `Group`."""
+        return self.group(*parts) if self.between is None else HierarchicalGroup(*parts, between=self.between)
+
+
+def kind_of(method: Method, communicator: Communicator, ctx: Context, state: State, judged: bool) -> Kind | None:
+    """The kind of group that a tensor belongs to; None if it cannot be exchanged in a group.
+
+    ``judged``: whether the engine checks if its mean is finite.
     """
+    if type(communicator) is Hierarchical:
+        return _of_machines(method, communicator, ctx, state)
     memory, compressor = method.memory, method.compressor
     if ctx.size == 0 or not memory.standard_feedback or type(memory).after_mean is not Memory.after_mean:
         return None
     if type(communicator) is Allreduce and type(compressor) is PowerSGD:
-        return (LowRankGroup, False) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
+        return Kind(LowRankGroup) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
     found = GROUPS.get(type(communicator))
     if found is None or (judged and not compressor.traits.nonfinite_in_payload):
         return None
@@ -43,9 +61,24 @@ def kind_of(
             return None
         parts = [shard for shard in communicator.owned(compressor, ctx).values() if shard.size]
     recipes = [recipe(compressor, part) for part in parts]
+    if state and any(each is not None and each.codec is not None for each in recipes):
+        return None  # codes_encode cannot swap residuals
     forms = {None if each is None else each.coded is not None for each in recipes}
     form = forms.pop()
-    return None if form is None or forms else (found, form)
+    return None if form is None or forms else Kind(found, form)
+
+
+def _of_machines(method: Method, communicator: Hierarchical, ctx: Context, state: State) -> Kind | None:
+    # All workers of a machine must form the same groups, so the shards of all must be of one kind. Payloads need not
+    # show whether they are finite, since the group looks at its means.
+    crossing = [communicator.cross(method, ctx, place) for place in range(communicator.node_size)]
+    if any(not shard.size and not _empty(method, shard) for shard in crossing):
+        return None
+    found = [kind_of(method, communicator.outer, shard, state, judged=False) for shard in crossing if shard.size]
+    kind, *others = set(found) or {None}
+    if others or kind is None or not issubclass(kind.group, CodedGroup):
+        return None
+    return kind._replace(group=HierarchicalGroup, between=kind.group)
 
 
 def elementwise(method: Method, communicator: Communicator) -> bool:
@@ -56,3 +89,9 @@ def elementwise(method: Method, communicator: Communicator) -> bool:
     compressor = method.compressor
     alone = type(compressor) in (FP16, NoCompression) or (type(compressor) is BF16 and not compressor.traits.unbiased)
     return alone and type(method.memory) is NoMemory and type(communicator) in (Allreduce, Allgather)
+
+
+def _empty(method: Method, ctx: Context) -> bool:
+    # Whether the payload has no elements.
+    found = recipe(method.compressor, ctx)
+    return found is not None and not any(length for _, _, length in found.arrays)

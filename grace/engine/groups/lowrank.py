@@ -11,7 +11,7 @@ from grace.compressors.powersgd import PowerSGD
 from grace.core import Array, Program
 from grace.core.collectives import Reduce
 from grace.engine.groups.exchanges import FLOAT, RESIDUAL, Group
-from grace.kernels.rows import Rows
+from grace.kernels.rows import Copies, Rows
 
 DIRECTIONS = "compressor/q"
 
@@ -50,7 +50,7 @@ class LowRankGroup(Group):
         self._left, self._right, self._part, self._product = (
             self._rows(f"lowrank_{name}", *self._sizes.T) for name in ("left", "right", "part", "product")
         )
-        self._copy = self._rows("lowrank_product", 1, b * r, 0)
+        self._copies = Copies(self.library, b * r)
         self._q_memory = np.zeros(int(self._q[-1]), np.float32)
         self._x: Any = None  # the addresses of the vectors of an exchange, in this order
 
@@ -96,15 +96,10 @@ class LowRankGroup(Group):
     def _at(self, base: int, starts: Any) -> Any:
         return base + FLOAT * starts[:-1]
 
-    def _copy_all(self, source: Any, target: Any, only: Any = None) -> None:
-        # Copy Q of all units by one call. The library has no kernel for that, but out = x - P Q with P and Q of rank 0.
-        self._copy.set(x=source, out=target)
-        self._copy.call(only=only)
-
     def _revived(self, step: int) -> Any:
         # `Factored.revived` of the state of all units, as one vector.
         rows = self._q_memory
-        self._copy_all(self._table.old(self._directions), self._at(rows.ctypes.data, self._q))
+        self._copies.call(self._table.old(self._directions), self._at(rows.ctypes.data, self._q))
         largest = np.maximum.reduceat(np.abs(rows), self._row_starts)
         alive = largest > 0
         scaled = rows / np.repeat(np.where(largest == 0, np.float32(1), largest), self._row_lengths)
@@ -155,7 +150,7 @@ class LowRankGroup(Group):
         if not made.all():
             self._product.set(p=p, q=q, out=self._x)
             self._product.call(only=~made)
-        self._copy_all(q, self._table.new(self._directions), kept)
+        self._copies.call(q, self._table.new(self._directions), only=kept)
         self._table.advance(self._directions[kept])
 
     @property

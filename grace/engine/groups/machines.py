@@ -1,0 +1,107 @@
+"""The exchange of a group with communicator "hierarchical": exact means within machines, a group between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from grace.communicators.hierarchical import Hierarchical, across
+from grace.core import Array, Program
+from grace.core.collectives import AllToAll, Gather
+from grace.core.sharding import shards
+from grace.engine.groups.exchanges import FLOAT, CodedGroup, Group, Landed, addresses
+from grace.kernels.rows import Copies
+
+
+class HierarchicalGroup(Group):
+    """``between``: the class of the group between machines."""
+
+    def __init__(self, *parts: Any, between: type[CodedGroup]):
+        super().__init__(*parts)
+        xp, library, method, communicator, contexts, cells = parts
+        machine: Hierarchical = communicator
+        self._size, self._place = machine.node_size, contexts[0].rank % machine.node_size
+        # [units, workers of the machine]: the elements of each shard, and its places in its unit and in a message.
+        cut = [shards(method.compressor, ctx, self._size) for ctx in contexts]
+        self._sizes = np.array([[shard.size for shard in each] for each in cut], np.int64)
+        self._starts = np.cumsum(self._sizes, 1) - self._sizes
+        self._begins = np.cumsum(self._sizes, 0) - self._sizes
+        self._bounds = np.cumsum([0, *self._sizes.sum(0)])
+        # In the last message each unit has as many elements as its first shard, which is the longest one.
+        self._slots = np.cumsum(self._sizes[:, 0]) - self._sizes[:, 0]
+        self._copies = Copies(library, self._sizes.reshape(-1))
+        # A unit of few elements may have no shard for this worker, and so for none of this place.
+        self._mine = np.flatnonzero(self._sizes[:, self._place]).tolist()
+        self._kind, self._between = between, None
+        self.rounds = 2 + between.rounds
+        if self._mine:
+            crossing = [machine.cross(method, contexts[unit], self._place) for unit in self._mine]
+            self._between = between(xp, library, method, machine.outer, crossing, [cells[unit] for unit in self._mine])
+        self._total: Array = (
+            None  # the machine's means of this worker's shards; encoding may swap the old residuals into it
+        )
+
+    def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
+        xp, address = self.xp, self.xp.buffers.address
+        message = xp.buffers.empty((int(self._bounds[-1]),))
+        self._copy(self._at(x), address(message) + FLOAT * (self._bounds[:-1] + self._begins))
+        sent = [(message[start:stop],) for start, stop in pairwise(self._bounds.tolist())]
+        total, *others = [part for (part,) in (yield AllToAll(tuple(sent), "node"))]
+        for other in others:
+            total = total + other
+        self._total = total / self._size
+        mean = xp.zeros((int(self._sizes[:, 0].sum()),))
+        if self._between is None:
+            yield from across(self._kind.idle(xp, self.contexts[0].world_size // self._size))
+        else:
+            sums = address(self._total) + FLOAT * self._begins[:, self._place]
+            means = address(mean) + FLOAT * self._slots
+            landed = yield from across(self._between.exchange(sums[self._mine].tolist(), step))
+            self._between.decode(landed, means[self._mine].tolist())
+        gathered = yield Gather((mean,), group="node")
+        return Landed(gathered, addresses(xp, gathered), step)
+
+    def _at(self, x: Sequence[int]) -> Any:
+        # The address of each shard.
+        return np.array(x, np.int64)[:, None] + FLOAT * self._starts
+
+    def _copy(self, source: Any, target: Any) -> None:
+        self._copies.call(source.reshape(-1), target.reshape(-1), self.xp.threads)
+
+    def finite(self, landed: Landed) -> list[bool] | None:
+        finite, count = self.library.finite, int(self._sizes[:, 0].sum())
+        if finite(landed.addresses.tolist(), [count] * self._size, self._size):
+            return None
+        means = zip(self._means(landed).tolist(), self._sizes.tolist(), strict=True)
+        return [bool(finite(at, sizes, self._size)) for at, sizes in means]
+
+    def _means(self, landed: Landed) -> Any:
+        # The address of the mean of each shard.
+        return landed.addresses + FLOAT * self._slots[:, None]
+
+    def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        if self._between is not None:
+            self._between.settle(None if ok is None else [ok[unit] for unit in self._mine])
+        self._total = None
+        self._copy(self._means(landed), self._at(x))
+
+    def hold(self) -> None:
+        if self._between is not None:
+            self._between.hold()
+
+    def undo(self) -> None:
+        if self._between is not None:
+            self._between.undo()
+
+    @property
+    def traffic(self) -> list[tuple[int, int]]:
+        mine, slot = self._sizes[:, self._place], self._sizes[:, 0]
+        sent, received = FLOAT * (self._sizes.sum(1) - mine + slot), FLOAT * (mine + slot) * (self._size - 1)
+        if self._between is not None:
+            more = np.array(self._between.traffic, np.int64)
+            sent[self._mine] += more[:, 0]
+            received[self._mine] += more[:, 1]
+        return list(zip(sent.tolist(), received.tolist(), strict=True))

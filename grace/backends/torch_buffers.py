@@ -71,8 +71,8 @@ class Pool:
         free = [self._arrays[place] for place in places]
         wasted = sum(array.size for array in free)
         if wasted > sum(array.size for array in self._arrays) // 2:
-            # More memory is idle than in use: drop arrays not used recently. Large and small ones may be requested
-            # alternately.
+            # More bytes are idle than in use: drop the free arrays that were not used since the last such drop. Keep
+            # the others, since requests may alternate between large and small sizes.
             gone = {id(array) for array in free} - self._used
             self._arrays = [array for array in self._arrays if id(array) not in gone]
             self._used.clear()

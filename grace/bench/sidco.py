@@ -369,7 +369,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
 
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
-    # The compressor gets no state, so its number of stages is fixed.
+    # Each call gets an empty state, so the number of stages does not adapt.
     return _call(xp, lambda x: _driven(as_program(compress(compressor, x, {}, ctx)))[0])
 
 

@@ -80,7 +80,7 @@ PLOTTED = {
 
 
 def plot(results: Results, path: str) -> None:
-    """Plot K / k over each method's own training: running means of 20 steps, one panel per ratio."""
+    """Plot elements sent / elements wanted against the step of each training: running means of 20 steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -143,7 +143,7 @@ def tasks(
 
 
 def _present(toolkits: list[str]) -> list[str]:
-    # The toolkits that are installed together with the transport for their gradients.
+    # The toolkits whose packages are all installed, those of the transport included; reports the others.
     found = []
     for toolkit in toolkits:
         needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]

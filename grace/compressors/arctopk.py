@@ -86,7 +86,7 @@ class ARCTopK(AgreedSparsifier):
 
 @dataclass(frozen=True)
 class Rows(Elements):
-    """Whole rows, each sent as its row number. Positions in the last row may lie beyond the tensor's end."""
+    """Selects whole rows; row numbers travel. Positions in the last row may lie beyond the tensor's end."""
 
     row_size: int = 128
 

@@ -120,7 +120,7 @@ class Commit:
         return means
 
     def _count_joined(self, joined: Joined) -> None:
-        # Each unit's share of the bytes, which its elements take alike.
+        # Divide the vector's bytes among the units by their sizes: every element takes equally many.
         setup, whole = self._setup, sum(unit.size for unit in joined.units)
         asked = [each for each in self._flight.scheduler.asked if each[0] == joined.name]
         sent, received, _ = setup.meter.count([joined.name], asked, setup.transport.group_rank, {})[joined.name]

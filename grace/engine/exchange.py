@@ -29,7 +29,7 @@ class Exchange:
         self._flights: list[Flight] = []
         self._launched = 0  # number of launched buckets
         self._followed = 0  # number of messages that `_begin_second_rounds` has seen
-        self._departed = False  # whether all launched buckets were sent; some may still wait for the thread pool
+        self._departed = False  # with a thread pool: whether all launched buckets have left it and were sent
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
         self._samples: dict[Unit, Array] = {}  # samples of this worker's gradients, to measure noise
 
@@ -157,8 +157,8 @@ class Exchange:
         return Flight(self._setup, name, flat, levels, layout, self._presence(flat), samples, last)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
-        # Groups of units that share a switch in a graph: one group of all units, or one for each compressed unit.
-        # Compressed units come first.
+        # Units that share a switch in a graph: all units, or each compressed unit by itself and all dense ones
+        # together. Compressed units come first.
         schedule = self._setup.schedule
         compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
         if schedule is not None and schedule.policy.together and compressed:

@@ -94,7 +94,7 @@ class Snapshot:
             self._taken.pop(id(cell), None)
 
     def _apart(self, cells: Iterable[Any] | None) -> tuple[list[int] | None, list[Any]]:
-        # The numbers of the cells of the `RowTable`, None for all of them, and the other cells.
+        # Returns the row numbers of the cells in the `RowTable` (None: all rows), and the other cells.
         if cells is None:
             return None, [cell for cell, _ in self._taken.values()]
         cells = list(cells)
@@ -183,7 +183,7 @@ class StateStore:
                         f"policy {policy!r}: use levels whose fields do not affect it"
                     )
                 cells[key] = old
-            else:  # copied: it will be written to
+            else:  # it will be written to, so it must not share memory with an earlier array
                 (own,) = apart((value,), tuple(state.values())[:number], xp)
                 in_rows = self.rows is not None and key.endswith(IN_ROWS) and xp.dtype(own) == "float32"
                 cells[key] = self.rows.add(own) if self.rows is not None and in_rows else xp.cell(own)

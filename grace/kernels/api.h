@@ -289,7 +289,7 @@ void grace_lowrank_right(const grace::Loops* loops, const float* m, const float*
                          int64_t r, int64_t threads);
 
 // Count signs: signs[3] = the number of elements of v above zero, the number below zero, and the bits of the largest
-// magnitude. out = v. Returns 0, or -2 if memory runs out before anything is written.
+// magnitude. out = v. Returns 0, or -2 if out of memory; then nothing was written.
 int64_t grace_adaq_count(const grace::Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
                          int64_t n, int64_t threads);
 

@@ -95,8 +95,8 @@ struct Coming {
   }
 };
 
-// y = the transform of x along columns, for N vectors of each row. Rows are `lanes` apart. scratch: as many rows of N
-// vectors.
+// y = the transform of x along columns, for N vectors of each row. Rows are `lanes` apart. scratch: room for
+// how.size rows of N vectors.
 template <int64_t N>
 OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
                             const Coming& coming) {

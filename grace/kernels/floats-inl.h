@@ -1,6 +1,7 @@
-// Codes with a table or a formula, as in `grace.kernels.Codes`: bf16, fp8, natural, natural_dithering and dettmers8.
+// Codes that a table or a formula decodes, as in `grace.kernels.Codes`: bf16, fp8, natural, natural_dithering and
+// dettmers8.
 //
-// The compiler vectorises the plain loops here. They work on local arrays of some hundred elements.
+// The compiler vectorises the plain loops here. They work on local arrays of 512 elements.
 #pragma once
 
 #include <cstdint>
@@ -165,7 +166,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
   Scratch scratch;
   alignas(64) float sums[SOME];
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // either `begin` starts a block, or there is one block
+  for (int64_t at = begin; at < end; at += block, b++) {  // `begin` starts a block, unless one block covers all
     const int64_t stop = least(at + block, end);
     for (int64_t i = at; i < stop; i += SOME) {
       const int64_t count = least(SOME, stop - i);

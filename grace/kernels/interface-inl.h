@@ -144,8 +144,8 @@ struct Candidates {
 
 constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // most candidates whose memory a thread keeps between calls
 
-// Returns the k-th largest key of the candidates, 1 <= k <= count. Counts keys in bins, then divides the bin that holds
-// the k-th largest key into bins, until it has one key.
+// Returns the k-th largest key of the candidates, 1 <= k <= count. Counts keys in bins, then repeats this inside
+// the bin that holds the k-th largest key, until the range is a single key value.
 int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   constexpr int BINS = 2048, FEW = 512;
   int32_t low = INT32_MAX, high = 0;

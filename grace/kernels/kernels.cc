@@ -368,7 +368,7 @@ int64_t mean_of_sparse(const Loops* loops, const float* const* values, const int
         for (const int64_t count = counts[w]; i < count; i++) {
           const int32_t sent = get(positions[w], i), negative = SIGNED && sent < 0;
           const int64_t j = int64_t(uint32_t(sent ^ -negative)) - from;
-          if (j >= size || j <= previous) break;  // in a later tile, or not ascending: then `next` stays here
+          if (j >= size || j <= previous) break;  // in a later tile; or not ascending, which the check below finds
           tile[j] += SIGNED ? both[negative] : get(values[w], i);
           previous = j;
         }

@@ -15,14 +15,14 @@ Array = Any
 
 
 class Quantisers(Family):
-    """Signs, votes, half means, integers, levels, ternary values, low-bit floats, quantiles, tags, shared integers."""
+    """Kernels of methods that send few bits for each element."""
 
     efsignsgd_encode, efsignsgd_mean = encoder("efsignsgd"), averager("efsignsgd")
 
     def blockint_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload and the new residual. ``rng``: round at random."""
+        """float32[n] -> the payload and the new residual. ``rng``: for stochastic rounding; None: to nearest."""
         n, at = self._xp.shape(x)[0], self._at
         table, offsets, start = self._noise(rng, n)
         return self._encode("blockint", x, residual, (n, block, bits), (at(table), at(offsets), start))

@@ -58,7 +58,7 @@ class Rows:
     def call(self, threads: int = 1, only: Any = None) -> Any:
         """Make all calls, or those of the rows in ``only``, bool[many]; returns their results, int64[many].
 
-        ``threads``: how many make them side by side. `Refused` for a wrong payload, MemoryError where memory runs out.
+        ``threads``: number of threads that share the calls. Raises `Refused` for an invalid payload, and MemoryError.
         """
         kernel, words = self._kernel, self.words if only is None else self.words[only]
         many, width = words.shape

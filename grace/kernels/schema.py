@@ -333,7 +333,7 @@ kernel(
 kernel(
     f"int64_t adaq_count({SOURCE}, int64_t* signs, int64_t n, {THREADS})",
     """Count signs: signs[3] = the number of elements of v above zero, the number below zero, and the bits of the
-    largest magnitude. out = v. Returns 0, or -2 if memory runs out before anything is written.""",
+    largest magnitude. out = v. Returns 0, or -2 if out of memory; then nothing was written.""",
     memory=True,
 )
 kernel(

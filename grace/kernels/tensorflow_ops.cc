@@ -1,6 +1,7 @@
 // The kernels as TensorFlow operations for CPUs. out reuses the memory of x or residual if nothing else needs it.
 //
-// Operations check the sizes of x, residual and payloads: graphs must report errors; payloads come from the network.
+// Operations check the sizes of x and residual, so that a wrong graph fails with an error, and those of payloads, which
+// come from the network.
 #include <dlfcn.h>
 
 #include <vector>
@@ -74,7 +75,7 @@ Status topk_shape(InferenceContext* c) {
   return OkStatus();
 }
 
-// Returns the bits of a code: 1 .. 4 if there are 2^bits levels; 0 for any other number of levels.
+// Returns the number of bits per code: 1 .. 4 for 2^bits levels, 0 for any other number of levels.
 int64_t bits_of(const std::vector<float>& levels) {
   for (int64_t bits = 1; bits <= 4; bits++)
     if (levels.size() == size_t(1) << bits) return bits;

@@ -30,8 +30,8 @@ struct Waiting {
   }
 };
 
-// Waiting operations, in order. A resource finishes operations in the order in which it started them (the CPU pool:
-// almost), so their successors are pushed near the end.
+// Waiting operations, in order. A resource finishes operations in the order in which it started them, and the CPU pool
+// nearly does, so their successors are pushed at or near the end.
 struct Queue {
   std::vector<Waiting> items;
   size_t head = 0;

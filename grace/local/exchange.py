@@ -225,7 +225,7 @@ class Exchange:
             found = {}
             for name in flight.names:
                 mean = self._grace.mean(name)
-                if not xp.finite(mean):  # on all workers; the Grace leaves its state unchanged too
+                if not xp.finite(mean):  # all workers skip it, and the Grace leaves its state unchanged
                     continue
                 mean = mean if weight is None else mean / xp.cast(weight, xp.dtype(mean))
                 base, momentum = settings.outer_step(model.base(name), model.momentum(name), mean)

@@ -1,4 +1,4 @@
-"""Names in states: a state of the same model under other names, as wrappers and files give them, is renamed."""
+"""Renames a state of local training to the model's own parameter names, which a wrapper or a file may have changed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BY_UNIT = ("tensors", "points", "strategies", "policy")
 def under_own_names(state: Mapping[str, Any], mine: Shapes) -> Mapping[str, Any]:
     """A state of local training under the model's names. ``mine``: the parameters' shapes by name.
 
-    Names match if the shapes are equal and one name ends with the other, part by part, for one pair alone; or if Keras
-    numbered the same names anew. Raises ValueError, naming the remedy, if they do not match.
+    Two names match if their shapes are equal, one ends with the other, compared part by part, and neither matches a
+    third; or if they differ only in the numbers that Keras assigns. Raises ValueError, naming the remedy, otherwise.
     """
     theirs = {name: tuple(array.shape) for name, array in state["base"].items()}
     if theirs == mine:

@@ -15,10 +15,10 @@ from grace.core.registry import register
 class EFSignSGDMemory(Memory):
     """As memory "residual", for changing learning rates: unsent gradients keep the learning rate of their step.
 
-    x = gradient + (last rate / this rate) * residual; residual = x - sent. So an optimizer that multiplies by the
-    learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
-    the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual is neither added nor
-    changed.
+    x = gradient + (last rate / this rate) * residual; residual = x - sent. The optimizer multiplies by the current
+    rate, so every gradient is applied with the rate of the step that computed it, as in the paper, whose residual has
+    the units of parameters. With a constant rate it equals the memory "residual". At rate 0 the residual is neither
+    added nor changed.
     State: residual float32[n], lr float32[1].
     ``lr``: the fallback rate, a positive number; the integrations of PyTorch and Keras read the optimizer's own.
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.

@@ -311,7 +311,7 @@ def make(
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
     labels = tuple(costs.labels(choice.option)[: len(choice.chain)] for choice in selection.choices)
     own = Play(problem.timeline(selection.choices), names, labels)
-    # Dense ways come first: another way must be faster by more than rounding.
+    # Dense ways come first, so they win ties: another way must be faster by more than rounding.
     way: Way | None
     way, play = uniform[0]
     for other, each in (*uniform[1:], (None, own)):

@@ -123,7 +123,7 @@ class _Player:
         self._moments = {0: _Moment(0.0, (0.0,) * 4, (0.0,) * 4, self.pool, (), (), never)}
         # start of each tensor's last operation on each link
         self._last: list[list[float]] = [[*never] for _ in backward]
-        self._gaps: list[float] = [*never]  # by resource: the latest start of a tensor's first message on an idle link
+        self._gaps: list[float] = [*never]  # by link: when a tensor's first message last ended a gap
         self._totals = [sum(backward), 0.0, 0.0, 0.0]  # total work of all chains, by resource
 
     def _put(self, tensor: int, chain: Chain) -> None:
@@ -153,8 +153,8 @@ class _Player:
                 hidden[tensor] = 1
 
     def _play(self, begin: int, best: float, keep: bool, spans: list[Span] | None = None) -> float:
-        # ``keep``: record snapshots and gaps. Otherwise return infinity once the time must reach ``best``: no resource
-        # ends before its idle time so far plus its total work.
+        # ``keep``: record snapshots and gaps. If false, return infinity as soon as the step is certain to take at least
+        # ``best``: a resource cannot finish earlier than its idle time so far plus its total work.
         begin -= begin % STRIDE
         on_device, _, on_intra, on_inter = self._totals
         backward, chains, deferred, last = self.backward, self._chains, self.deferred, self._last

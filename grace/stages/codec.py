@@ -58,7 +58,8 @@ class ExampleTopK(Placed):
 class Codec:
     """Compresses each example of a batch by itself. ``ctx.shape`` is the batch's: its first dimension counts examples.
 
-    A batch is compressed as one payload if the result is the same: if each example has whole blocks and whole bytes.
+    A batch becomes one payload where that equals compressing each example alone: if each fills whole blocks and bytes,
+    for a single example, and for `ExampleTopK`.
     """
 
     compressor: Compressor

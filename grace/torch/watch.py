@@ -80,7 +80,8 @@ class Watch:
         self._members, self._replaceable = members, replaceable
         self._stepping = None if stepping is None else weakly(stepping)
         self.rule = Rule(weakref.proxy(grace))
-        self._some = True  # whether a mean of the last exchange has another element than 0
+        # whether a mean of the last exchange has a nonzero element; assumed on a device, to avoid a wait
+        self._some = True
         self._agree = agree
         # undecided steps of sharded parameters: what the optimizer holds, the tensors with gradients, and a function
         # that returns the numbers of workers where the step changed something, and where means were not 0

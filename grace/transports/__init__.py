@@ -12,8 +12,8 @@ def get_transport(name: str | Transport | None = None) -> Transport:
     """A transport by name, or the initialised one.
 
     Raises RuntimeError if none is initialised, but the name is "torch" or "horovod", or the launcher asks for several
-    workers. If nothing asks for them, it returns a single worker, whose first exchange raises RuntimeError if a group
-    of several workers was created meanwhile.
+    workers. If no launcher asks for several, returns a transport of a single worker, which raises RuntimeError when it
+    is used although a group of several workers has been created meanwhile.
     """
     if isinstance(name, Transport):
         return name

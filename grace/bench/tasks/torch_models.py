@@ -123,7 +123,7 @@ class NCF(nn.Module):
 
 
 class UNet(nn.Module):
-    """Contracting and expanding paths with shortcuts (Ronneberger et al., 2015); norms, and padded convolutions."""
+    """A contracting and an expanding path with shortcuts (Ronneberger et al., 2015), with norms and padding."""
 
     def __init__(self, side: int, classes: int, width: int, levels: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The program of each worker in a launch: runs one job, its training and its times; writes a line of JSON per event.
+"""The program of each launched worker: trains one job, times its steps, and writes a line of JSON per event.
 
 Start ``python -m grace.bench.tasks.worker JOB FOLDER`` by torchrun or horovodrun.
 """

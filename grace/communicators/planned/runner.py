@@ -182,7 +182,7 @@ def carries(option: Option, method: Method) -> bool:
 
 
 def summable(compressor: Compressor) -> bool:
-    """Whether ``allreduce*`` can carry a compressor's payloads: their mean, in floats, is the payload of the mean."""
+    """Whether ``allreduce*`` can carry a compressor: the float mean of its payloads decodes to the tensors' mean."""
     floats = compressor.traits.wire_sum is None and type(compressor).reduced is Compressor.reduced
     return compressor.traits.combine is Combine.MEAN and floats
 

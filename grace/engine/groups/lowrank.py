@@ -97,7 +97,7 @@ class LowRankGroup(Group):
         return base + FLOAT * starts[:-1]
 
     def _revived(self, step: int) -> Any:
-        # `Factored.revived` of the state of all units, as one vector.
+        # `Factored.revived` for all units at once; returns one vector.
         rows = self._q_memory
         self._copies.call(self._table.old(self._directions), self._at(rows.ctypes.data, self._q))
         largest = np.maximum.reduceat(np.abs(rows), self._row_starts)

@@ -92,8 +92,9 @@ class Launcher:
         apart: bool = False,
         **form: Any,
     ) -> Array:
-        # float32[n], in ``out`` if given: a pass adds the payloads of ``group`` workers. The kernel takes the arrays of
-        # a pass in tuples; ``apart``: one by one, padded to ``group`` workers.
+        # Returns the mean, float32[n], in ``out`` if given. Each launch adds the payloads of up to ``group`` workers.
+        # The kernel takes a tuple over these workers for each array of a payload; with ``apart``, separate arguments,
+        # padded to ``group`` workers.
         workers, out = len(payloads), self._xp.buffers.empty(n) if out is None else out
         for first in range(0, workers if n else 0, group):
             sent: list[Any] = list(zip(*payloads[first : first + group], strict=True))

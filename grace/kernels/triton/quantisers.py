@@ -27,7 +27,7 @@ Array = Any
 # Places are int32 offsets from a program's start, [rows, bytes, codes per byte]; starts are int64.
 @triton.jit
 def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
-    # Rows of BLOCK elements, padded to WIDTH, a power of two: the column and the place of each element.
+    # Returns the column and the place of each element of ROWS rows of BLOCK elements, padded to WIDTH, a power of two.
     column = tl.arange(0, WIDTH // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     return column, tl.arange(0, ROWS)[:, None, None] * BLOCK + column
 

@@ -56,15 +56,37 @@ def test_compiled(architecture, tmp_path):
     assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 15
 
 
+def kernels_on(device, before="", **environment):
+    """Which kernels a backend has in another process, and whether it loads Triton."""
+    code = f"{before}\nimport sys, grace.backends as b; k = b.get_backend('torch', '{device}').kernels; "
+    code += "print(getattr(k, 'isa', 'none'), sys.modules.get('triton') is not None)"
+    return in_another_process("-c", code, **environment).split()
+
+
 @pytest.mark.slow
-def test_are_used_only_where_they_are_asked_for_and_can_run():
-    code = "import sys, grace.backends as b; k = b.get_backend('torch').kernels; print(getattr(k, 'isa', ''), "
-    code += "'triton' in sys.modules)"
-    assert in_another_process("-c", code, TRITON_INTERPRET="1", GRACE_KERNELS="triton") == "triton True\n"
-    asked = in_another_process("-c", code, GRACE_KERNELS="triton")
-    assert asked == in_another_process("-c", code, TRITON_INTERPRET="1")
-    assert asked.split()[-1] == "False"
-    assert "triton" not in asked
+def test_run_on_devices_by_default_and_on_hosts_only_in_the_interpreter():
+    assert kernels_on("cuda") == ["triton", "True"]
+    assert kernels_on("cuda", GRACE_KERNELS="avx2") == ["triton", "True"]
+    assert kernels_on("cuda", GRACE_KERNELS="off") == ["none", "False"]
+    assert kernels_on("cpu", TRITON_INTERPRET="1", GRACE_KERNELS="triton") == ["triton", "True"]
+    asked = kernels_on("cpu", GRACE_KERNELS="triton")
+    assert asked == kernels_on("cpu", TRITON_INTERPRET="1")
+    assert asked[0] != "triton"
+    assert asked[1] == "False"
+
+
+@pytest.mark.slow
+def test_are_not_loaded_beside_tensorflow():
+    loaded = "import sys, warnings; sys.modules['tensorflow'] = sys; warnings.simplefilter('ignore')"
+    assert kernels_on("cuda", loaded) == ["none", "False"]
+    with pytest.raises(AssertionError, match="TensorFlow is loaded"):
+        kernels_on("cuda", loaded.replace("ignore", "error"))
+
+
+@pytest.mark.slow
+def test_are_left_out_without_a_word_where_triton_is_not_installed():
+    missing = "import sys, warnings; sys.modules['triton'] = None; warnings.simplefilter('error')"
+    assert kernels_on("cuda", missing) == ["none", "False"]
 
 
 @pytest.mark.parametrize("broken", [ImportError("No module named 'triton'"), RuntimeError("driver")], ids=repr)
@@ -82,7 +104,7 @@ def test_where_triton_is_missing_one_warning_says_so(monkeypatch, broken):
     monkeypatch.delattr("grace.kernels.triton", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     xp = TorchBackend()
-    with pytest.warns(UserWarning, match=f"GRACE_KERNELS=triton: .* run without them: {broken}"):
+    with pytest.warns(UserWarning, match=f"Triton.s kernels cannot be used, .*: {broken}"):
         kernels = xp.kernels
     assert getattr(kernels, "isa", "") != "triton"
     with warnings.catch_warnings():

@@ -67,7 +67,7 @@ def _horovod() -> dict[str, Any]:
 def _triton() -> dict[str, Any]:
     import triton
 
-    return {"version": triton.__version__, "detail": "for CUDA devices, where GRACE_KERNELS=triton asks for it"}
+    return {"version": triton.__version__, "detail": "for CUDA devices"}
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {

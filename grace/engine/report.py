@@ -66,6 +66,8 @@ class Report:
     """With the compressor "auto": seconds that each method takes for the progress of one step with exact means."""
     chosen: str = ""
     """With the compressor "auto": the current choice and its reason; empty during the trials."""
+    runs_as: str = ""
+    """Which kernels compress: an instruction set of the CPU, "triton", or "plain functions"."""
     exchange: str = ""
     """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
@@ -130,7 +132,15 @@ class Report:
         )
         tried = [trials and f"tried: {trials}", noise and f"per effective step: {noise}"]
         tried.append(self.chosen and f"chosen: {self.chosen}")
-        ends = [times, *tried, self.exchange, self.plan and f"plan: {self.plan}", self._gathered(steps), self.heavier]
+        ends = [
+            times,
+            self.runs_as and f"runs as {self.runs_as}",
+            *tried,
+            self.exchange,
+            self.plan and f"plan: {self.plan}",
+            self._gathered(steps),
+            self.heavier,
+        ]
         return "\n".join([head, *lines, *filter(None, ends)])
 
     def _gathered(self, steps: int) -> str:

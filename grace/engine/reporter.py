@@ -62,6 +62,7 @@ class Reporter:
             skipped=self.skipped,
             discarded=self.discarded,
             **self._trials(),
+            runs_as=setup.xp.kernels.isa if setup.xp.kernels else "plain functions",
             exchange=exchange,
             plan=leading.communicator.origin,
             parameters=self.parameters(),

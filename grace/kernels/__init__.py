@@ -3,9 +3,9 @@
 Only products, cosine transforms and thc's norms add in another order, so their last bits may differ.
 
 ``library()`` returns them, or None if they are not built (``python -m grace.kernels.build``) or the environment sets
-GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set; =triton selects Triton's
-kernels on CUDA devices (`grace.kernels.device`), and on CPUs the best instruction set. Nothing is loaded before the
-first call.
+GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set. On CUDA devices Triton's
+kernels run (`grace.kernels.device`), unless they are off; =triton warns where Triton is missing. Nothing is loaded
+before the first call.
 """
 
 from __future__ import annotations

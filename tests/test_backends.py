@@ -7,8 +7,10 @@ import inspect
 import math
 import re
 import struct
+import sys
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -18,13 +20,17 @@ import pytest
 import streams
 from methods import BACKENDS, backend
 
-from grace.backends import Backend, backend_of, get_backend
-from grace.backends.base import ITEMSIZE
+from grace import simulate
+from grace.backends import Backend, backend_of, get_backend, toolkits
+from grace.backends.base import ITEMSIZE, ArrayFunctions
 from grace.backends.bits import Bits
 from grace.backends.buffers import Buffers, InPlace
 from grace.backends.former import FORMER
 from grace.backends.linalg import Linalg
-from grace.backends.random import RECENT, Random, recent
+from grace.backends.random import Random
+from grace.core.rng import RECENT, recent
+from grace.ops.validate import placed
+from grace.testing import installed
 
 N = 1003
 INF, NAN = math.inf, math.nan
@@ -35,7 +41,8 @@ def functions(cls):
     return [name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")]
 
 
-OPS = functions(Backend) + [f"{group}.{name}" for group, cls in GROUPS.items() for name in functions(cls)]
+METHODS, ENGINE = functions(ArrayFunctions), functions(Backend)
+OPS = METHODS + ENGINE + [f"{group}.{name}" for group, cls in GROUPS.items() for name in functions(cls)]
 
 
 class Ops:
@@ -115,6 +122,11 @@ def test_nothing_is_left_out_and_nothing_is_added(xp):
         own = type(getattr(xp, group))
         assert issubclass(own, base)
         assert set(functions(own)) - set(functions(base)) <= {"noise_parts"}, "PyTorch's, for its compiler"
+
+
+def test_a_method_author_sees_few_functions():
+    assert len(METHODS) <= 58
+    assert not set(METHODS) & set(ENGINE)
 
 
 def test_a_backend_shows_few_names():
@@ -218,6 +230,64 @@ def test_unknown_backends_and_arrays_are_named():
         backend_of([1.0])
 
 
+TOY = """
+import numpy as np
+
+from grace.backends import Toolkit
+from grace.backends.numpy import NumpyBackend
+
+
+class ToyArray(np.ndarray):
+    side = "left"
+
+
+class ToyBackend(NumpyBackend):
+    name = "toy"
+
+    def __init__(self, side):
+        self.side = side
+
+    def asarray(self, values, dtype):
+        return np.asarray(values, dtype).view(ToyArray)
+
+
+TOY = Toolkit("toy", ToyBackend, ("toykit",), lambda array: array.side)
+"""
+
+
+@pytest.fixture
+def toykit(tmp_path, monkeypatch):
+    """A package that offers a toolkit, and one whose toolkit cannot be imported."""
+    (tmp_path / "toykit.py").write_text(TOY)
+    (tmp_path / "toykit-1.dist-info").mkdir()
+    entries = "[grace.backends]\ntoy = toykit:TOY\nabsent = absentkit:TOY\nodd = toykit:ToyBackend\n"
+    (tmp_path / "toykit-1.dist-info" / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(tmp_path)
+    toolkits.cache_clear()
+    yield
+    toolkits.cache_clear()
+    sys.modules.pop("toykit", None)
+
+
+def test_a_package_adds_a_toolkit_by_one_entry_point(toykit):
+    assert backend_of(np.zeros(3)) is get_backend("numpy")
+    assert "toykit" not in sys.modules, "NumPy was asked for, and another toolkit came along"
+    with pytest.warns(UserWarning, match="the backend") as warned:
+        xp = get_backend("toy", "left")
+    assert [re.findall("the backend '(.*?)'", str(each.message)) for each in warned] == [["absent"], ["odd"]]
+    assert xp.name == "toy"
+    assert backend_of(xp.asarray([1.0], "float32")) is xp
+    assert get_backend("toy", "right").side == "right"
+    with pytest.raises(ValueError, match=r"'toi'.*numpy, torch, tensorflow, toy"):
+        get_backend("toi")
+    assert "toy" in installed()
+    gradients = [{"w": mixed(2000, seed, False), "b": mixed(10, seed, False)} for seed in range(3)]
+    for params in ({"compressor": "topk"}, {"compressor": "blockint", "communicator": "twostage"}):
+        own, plain = (simulate(params, gradients, name, steps=2) for name in ("toy", "numpy"))
+        assert all(equal(own.means[0][name].reshape(-1), plain.means[0][name].reshape(-1)) for name in ("w", "b"))
+        assert own.report.bytes_sent == plain.report.bytes_sent
+
+
 # -- memory --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_memory_of_arrays_that_can_be_written_to(name):
@@ -306,28 +376,6 @@ def test_a_pool_keeps_large_and_small_that_are_wanted_in_turn_and_drops_what_is_
         pool.empty((size,), torch.uint8)
     pool.empty((large,), torch.uint8)
     assert made == [large, small, 2**18, 2**19, large]
-
-
-def test_divided(ops):
-    x, y = mixed(1000), mixed(1000, seed=1)
-    with np.errstate(all="ignore"):
-        assert equal(ops(lambda xp, x, y: xp.divided(x, y), x, y), x / y)
-        for workers in (1, 4, 2**20):  # a graph multiplies by the inverse of a constant
-            assert equal(ops(lambda xp, x, by=workers: xp.divided(x, by), x), x / np.float32(workers))
-        rows, scale = x.reshape(-1, 8), y[: 1000 // 8].reshape(-1, 1)
-        assert equal(ops(lambda xp, x, y: xp.divided(x, y), rows, scale).reshape(-1), (rows / scale).reshape(-1))
-
-
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-@pytest.mark.parametrize("workers", [3, 4])
-def test_divided_into_memory(name, workers):
-    xp = backend(name)
-    values = mixed(special=False)
-    values[:4] = [1e-45, 4.2e-45, 1e-38, 3e38]  # TensorFlow has no subnormal numbers
-    x, out = xp.asarray(values.copy(), "float32"), xp.zeros(N + 2)
-    assert xp.buffers.same_memory(xp.divided(x, workers, out[1:-1]), out[1:-1])
-    assert equal(xp.to_numpy(out), np.r_[0, values / np.float32(workers), 0])
-    assert equal(xp.to_numpy(x), values)
 
 
 def test_spent_arguments(ops):
@@ -422,13 +470,6 @@ def test_values_by_byte(ops, m, each):
     assert equal(ops(lambda xp, p: xp.bits.map_bytes(lambda part, m: values(xp, part), p, m), packed), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 50])
-def test_sum_abs(ops, rows):
-    x = mixed(special=False)[:1000].reshape(rows, -1)
-    np.testing.assert_allclose(ops(lambda xp, x: xp.sum_abs(x), x), abs(x.astype(np.float64)).sum(1), rtol=3e-7)
-    assert np.isnan(ops(lambda xp, x: xp.sum_abs(x), f32([[1, NAN], [1, 2]]))).tolist() == [True, False]
-
-
 def test_unit_rows(ops, monkeypatch):
     x = f32([[2, -4, 1], [0, -0.0, 0], [1e-37, 0, 0], [3e38, -1e38, 2e38], [NAN, 1, 2]])
     expected = x / f32([4, 1, 1e-37, 3e38, NAN])[:, None]
@@ -517,6 +558,29 @@ def test_arrays_are_made_and_read(xp, dtype):
         assert xp.to_numpy(x).dtype.name == dtype
         assert xp.to_numpy(x).tolist() == np.array(values, dtype).tolist()
     assert xp.shape(xp.asarray(values[0][0], dtype)) == ()
+
+
+def test_checkpoints_get_a_copy_on_the_host(xp):
+    x = xp.asarray(mixed(), "float32")
+    found = xp.exported(x)
+    assert type(found) is (type(x) if xp.name == "torch" else np.ndarray)
+    assert equal(np.asarray(found), mixed().tolist())
+    found[0] = 7
+    assert equal(xp.to_numpy(x), mixed().tolist())
+
+
+def test_a_cell_of_a_number_counts(xp):
+    cell = xp.cell(0)
+    cell.assign(2**40)
+    cell.assign(cell.read() + 1)
+    assert int(cell.read()) == 2**40 + 1
+    assert xp.traced or type(cell.read()) is int
+
+
+@pytest.mark.parametrize(("name", "device", "readable"), [("numpy", "cpu", True), ("torch", "meta", False)])
+def test_values_that_can_be_read_now(name, device, readable):
+    backend(name)
+    assert get_backend(name, device).can_read_values == readable
 
 
 @pytest.mark.parametrize("shape", [0, 5, (), (0,), (3, 5), (2, 0, 3)])
@@ -1288,9 +1352,10 @@ def test_searchsorted_puts_nan_somewhere(ops, n):
         *[([0, 5, 4, 9], False), ([2**31 - 1], False), ([-(2**31), 2], False), ([2, -(2**31)], False)],
     ],
 )
-def test_ascending(ops, places, fine):
-    found = ops(lambda xp, places: xp.reshape(xp.ascending(places, 10), (1,)), np.array(places, np.int32))
-    assert found.tolist() == [fine]
+def test_placed(ops, places, fine):
+    given = np.array(places, np.int32)
+    with nullcontext() if fine else pytest.raises(Exception, match="its positions do not ascend"):
+        assert ops(lambda xp, places: placed(xp, places, 10), given).tolist() == places
 
 
 def test_sound(ops):
@@ -1315,7 +1380,6 @@ def test_a_device_is_not_waited_for():
     xp = TorchBackend("meta")
     x = xp.arange(5)
     assert xp.sound(x, lambda: pytest.fail("asked"), "never") is x
-    assert xp.shape(xp.ascending(x, 5)) == ()
 
 
 def test_require(xp):

@@ -1,5 +1,7 @@
 """The C interface of the kernels: one table, what is written from it, and who must follow it."""
 
+import ast
+import inspect
 import os
 import re
 import shutil
@@ -15,8 +17,12 @@ from grace.engine.codecs.table import FAMILIES
 from grace.engine.groups.recipes import RECIPES
 from grace.kernels import Library, schema
 from grace.kernels.build import HERE, compiler, libraries
+from grace.kernels.quantisers import Quantisers
+from grace.kernels.sparsifiers import Sparsifiers
+from grace.kernels.transforms import Transforms
 
 ROOT = Path(__file__).parent.parent
+FAMILIES_OF_KERNELS = {each.__name__: each for each in (Quantisers, Sparsifiers, Transforms)}
 
 
 def exported():
@@ -65,6 +71,41 @@ def test_the_host_calls_only_kernels_that_there_are():
     called = {name for file in files for name in re.findall(r"\blibrary\.(\w+)", file.read_text())}
     assert len(called) > 30
     assert called <= schema.KERNELS.keys()
+
+
+def partial_families():
+    """Each class that has kernels of a family for another toolkit: the family's name, and its functions."""
+    found = []
+    for path in (HERE / "tensorflow.py", *sorted((HERE / "triton").glob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+                if isinstance(mark, ast.Call) and mark.func.id == "partly":
+                    functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                    public = [each for each in functions if not each.name.startswith("_")]
+                    found.append(pytest.param(mark.args[0].id, public, id=node.name))
+    return found
+
+
+def host_arguments(family, function):
+    """The names of a host kernel's arguments, and how many of the last ones may be left out."""
+    host = inspect.signature(getattr(FAMILIES_OF_KERNELS[family], function)).parameters.values()
+    names = [each.name for each in host if each.kind is not each.VAR_POSITIONAL]
+    if len(names) < len(host):  # made from a row of the schema, whose attributes follow
+        row = schema.CODECS[function.rpartition("_")[0]].sizes.__wrapped__
+        names += [each for each in inspect.signature(row).parameters if each not in ("n", "_")]
+    return names, sum(each.default is not each.empty for each in host)
+
+
+@pytest.mark.parametrize(("family", "functions"), partial_families())
+def test_toolkits_take_the_arguments_of_the_host(family, functions):
+    """Methods call one signature on all toolkits."""
+    assert functions
+    for function in functions:
+        host, optional = host_arguments(family, function.name)
+        own = [each.arg for each in function.args.args]
+        assert not function.args.vararg
+        assert own == host[: len(own)], function.name
+        assert len(host) - len(own) <= optional, function.name
 
 
 # -- headers -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import grace
-from grace.local.settings import Settings
+from grace.core.local_training import Settings
 from grace.planner import local
 from grace.planner.advise import faster
 from grace.planner.costs import Cluster, Codec, Curve, Link, Speed

@@ -1,52 +1,85 @@
-"""Array functions for methods, one file per toolkit; `base` defines them."""
+"""Array functions for methods, one file per toolkit; `base` defines them.
+
+A package adds a toolkit by one entry point of the group "grace.backends", whose value is a `Toolkit`.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 from grace.backends.base import Backend
+from grace.core.registry import offered
 
-__all__ = ["Backend", "backend_of", "get_backend"]
+__all__ = ["Backend", "Toolkit", "backend_of", "get_backend", "toolkits"]
 
-NAMES = ("numpy", "torch", "tensorflow")
+
+class Toolkit(NamedTuple):
+    """How to find the backends of a toolkit, which is not imported before ``build`` is called."""
+
+    name: str
+    build: Callable[[str], Backend]
+    """The backend of a device, by the device's name."""
+    modules: tuple[str, ...]
+    """The top-level modules that define the types of its arrays."""
+    device: Callable[[Any], str] = lambda array: "cpu"
+    """The name of an array's device."""
+
+
+def _class(path: str) -> Any:
+    return resolve_name(f"grace.backends.{path}")
+
+
+BUILT_IN = (
+    Toolkit("numpy", lambda device: _class("numpy:NumpyBackend")(), ("numpy",)),
+    Toolkit("torch", lambda device: _class("torch:TorchBackend")(device), ("torch",), lambda array: str(array.device)),
+    Toolkit("tensorflow", lambda device: _class("tensorflow:TensorflowBackend")(), ("tensorflow", "keras")),
+)
 _LOCK = threading.RLock()
 
 
+@cache
+def toolkits() -> tuple[Toolkit, ...]:
+    """GRACE's own toolkits, then those of other packages. Warns of packages that fail."""
+    return (*BUILT_IN, *offered("grace.backends", "backend", Toolkit))
+
+
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """A backend by name: "numpy", "torch" or "tensorflow". Imports only that toolkit."""
+    """A toolkit's backend by name: "numpy", "torch", "tensorflow", or another package's. Imports only that toolkit.
+
+    ValueError for an unknown name.
+    """
     with _LOCK:  # one object each, however the device is given, and in whatever thread
         return _backend(name, device)
 
 
 @cache
 def _backend(name: str, device: str) -> Backend:
-    if name == "numpy":
-        from grace.backends.numpy import NumpyBackend
-
-        return NumpyBackend()
-    if name == "torch":
-        from grace.backends.torch import TorchBackend
-
-        return TorchBackend(device)
-    if name == "tensorflow":
-        from grace.backends.tensorflow import TensorflowBackend
-
-        return TensorflowBackend()
-    raise ValueError(f"unknown backend {name!r}; choose one of {', '.join(NAMES)}")
+    toolkit = _find(lambda each: each.name == name)
+    if toolkit is None:
+        raise ValueError(f"unknown backend {name!r}; choose one of {_known()}")
+    return toolkit.build(device)
 
 
 def backend_of(array: Any) -> Backend:
-    """The backend of an array."""
-    module = type(array).__module__.split(".")[0]
-    if module == "torch":
-        return get_backend("torch", str(array.device))
-    if module in ("tensorflow", "keras"):
-        return get_backend("tensorflow")
-    if module == "numpy":
-        return get_backend("numpy")
-    raise TypeError(
-        f"{type(array).__module__}.{type(array).__name__} is not an array of {', '.join(NAMES)}; "
-        "pass tensors of one of these toolkits"
-    )
+    """The backend of an array. TypeError for other objects."""
+    module = type(array).__module__.partition(".")[0]
+    toolkit = _find(lambda each: module in each.modules)
+    if toolkit is None:
+        raise TypeError(
+            f"{type(array).__module__}.{type(array).__name__} is not an array of {_known()}; "
+            "pass tensors of one of these toolkits"
+        )
+    return get_backend(toolkit.name, toolkit.device(array))
+
+
+def _find(fits: Callable[[Toolkit], bool]) -> Toolkit | None:
+    # Loads what other packages offer only if GRACE's own toolkits do not fit.
+    return next(filter(fits, BUILT_IN), None) or next(filter(fits, toolkits()), None)
+
+
+def _known() -> str:
+    return ", ".join(toolkit.name for toolkit in toolkits())

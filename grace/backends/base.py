@@ -30,19 +30,14 @@ HOSTED = 2**14
 """Minimum number of elements for passing an array to NumPy's kernels on the same host."""
 
 
-class Backend(ABC):
-    """One toolkit on one device."""
+class ArrayFunctions(ABC):
+    """The functions that methods call."""
 
-    name: str
     traced: bool = False
     """Values may be symbolic: the code runs once, while a graph is traced."""
-    mutable: bool = False
-    """Arrays can be written to: all of `buffers` works."""
     piece: int = 0
     """Number of elements per cache-sized chunk of a long vector; 0: do not cut vectors."""
 
-    buffers = cached_property(Buffers)
-    """Arrays as memory."""
     inplace = cached_property(InPlace)
     """Functions that may reuse the memory of a donated argument."""
     bits = cached_property(Bits)
@@ -58,47 +53,10 @@ class Backend(ABC):
     def random(self) -> Random:
         """Random bits."""
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in FORMER:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            group, new = FORMER[name]
-            return getattr(getattr(self, group), new)
-
-    @property
-    def kernels(self) -> Any:
-        """Kernels for whole methods (`grace.kernels.host`, `.triton`; a kernel may raise `Unavailable`), or None."""
-        return None
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that a kernel may use."""
-        return 1
-
-    @property
-    def host(self) -> Backend | None:
-        """NumPy's backend, if its kernels replace missing ones of this backend: `hosted` passes arrays to it."""
-        return None
-
-    def hosted(
-        self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
-    ) -> list[Array]:
-        """Run ``work`` on the arrays, as NumPy arrays, and return its results as arrays of this backend.
-
-        ``work`` must not change its arguments. ``made``: dtypes and shapes of the results, with None for dimensions
-        known only to ``work``. Outside of graphs, ValueError propagates unchanged.
-        """
-        raise NotImplementedError(f"{self.name} has no other host")
-
     # -- making and reading arrays ------------------------------------------------------------------------------
     @abstractmethod
     def asarray(self, values: Any, dtype: str) -> Array:
         """An array of numbers, nested sequences or another toolkit's host array."""
-
-    @abstractmethod
-    def to_numpy(self, x: Array) -> Any:
-        """The values as a NumPy array on the host (not inside a graph)."""
 
     @abstractmethod
     def zeros(self, shape: Any, dtype: str = "float32") -> Array: ...
@@ -123,13 +81,6 @@ class Backend(ABC):
     @abstractmethod
     def integers(self, x: Array) -> list[Any]:
         """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
-
-    def nbytes(self, x: Array) -> Any:
-        """Bytes of an array: an int, or a graph scalar if its first dimension is known only at run time."""
-        size: Any = ITEMSIZE[self.dtype(x)]
-        for length in self.shape(x):
-            size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
-        return size
 
     # -- shape ------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -161,13 +112,6 @@ class Backend(ABC):
         """Reinterpret a vector's bytes as another dtype; the length changes with the item size."""
 
     # -- elementwise ------------------------------------------------------------------------------------------------
-    def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
-        """x / y, where y broadcasts to x's shape; written to ``out`` if `mutable`."""
-        if out is None:
-            return x / y
-        self.buffers.write(out, x / y)
-        return out
-
     @abstractmethod
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
@@ -232,10 +176,6 @@ class Backend(ABC):
     @abstractmethod
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         """NaN if any element is NaN. x must not be empty along the axis."""
-
-    def sum_abs(self, x: Array) -> Array:
-        """[m, n] -> [m]: each row's sum of magnitudes; accurate up to the last bits for rows of any length."""
-        return self.sum(self.abs(x), 1)
 
     def max_abs(self, x: Array) -> Array:
         """[m, n] -> [m]: each row's largest magnitude; NaN if it has NaN."""
@@ -316,10 +256,6 @@ class Backend(ABC):
         """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""
         return self.nonzero(self.invert(self.abs(x) <= bound))
 
-    def ascending(self, x: Array, n: int) -> Array:
-        """bool scalar: whether an integer vector is strictly ascending within 0 .. n-1."""
-        return self.all(x[1:] > x[:-1]) & self.all(x[:1] >= 0) & self.all(x[-1:] < n)
-
     @abstractmethod
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         """int32[n]: for each element of a vector, the number of ascending ``bounds`` below it; NaN: undefined."""
@@ -352,10 +288,90 @@ class Backend(ABC):
             values = body(*values)
         return values
 
+    @abstractmethod
+    def choose(self, ok: Array, new: Array, old: Array) -> Array:
+        """``new`` if the bool scalar is true, else ``old``."""
+
+    @abstractmethod
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        """Return x if ok(), a bool scalar, is true; else raise ValueError(message). A graph gets an assertion on x.
+
+        Skipped on a device, to avoid a synchronisation.
+        """
+
+
+class Backend(ArrayFunctions):
+    """One toolkit on one device: the array functions, and what the engine asks of a toolkit."""
+
+    name: str
+    on_host: bool = True
+    """Arrays are in the host's memory."""
+    mutable: bool = False
+    """Arrays can be written to: all of `buffers` works."""
+    buffers = cached_property(Buffers)
+    """Arrays as memory."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in FORMER:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            group, new = FORMER[name]
+            return getattr(getattr(self, group), new)
+
+    @property
+    def can_read_values(self) -> bool:
+        """Whether values can be read now, without waiting: neither in a graph nor on a device."""
+        return self.on_host and not self.traced
+
+    @property
+    def kernels(self) -> Any:
+        """Kernels for whole methods (`grace.kernels.host`, `.triton`; a kernel may raise `Unavailable`), or None."""
+        return None
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that a kernel may use."""
+        return 1
+
+    @property
+    def host(self) -> Backend | None:
+        """NumPy's backend, if its kernels replace missing ones of this backend: `hosted` passes arrays to it."""
+        return None
+
+    def hosted(
+        self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
+    ) -> list[Array]:
+        """Run ``work`` on the arrays, as NumPy arrays, and return its results as arrays of this backend.
+
+        ``work`` must not change its arguments. ``made``: dtypes and shapes of the results, with None for dimensions
+        known only to ``work``. Outside of graphs, ValueError propagates unchanged.
+        """
+        raise NotImplementedError(f"{self.name} has no other host")
+
+    # -- reading arrays ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def to_numpy(self, x: Array) -> Any:
+        """The values as a NumPy array on the host (not inside a graph)."""
+
+    def exported(self, x: Array) -> Any:
+        """A copy on the host for checkpoints: of the toolkit's own kind, if its arrays can live there."""
+        return self.to_numpy(x).copy()
+
+    def nbytes(self, x: Array) -> Any:
+        """Bytes of an array: an int, or a graph scalar if its first dimension is known only at run time."""
+        size: Any = ITEMSIZE[self.dtype(x)]
+        for length in self.shape(x):
+            size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
+        return size
+
     # -- state ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def cell(self, value: Array) -> Any:
-        """Storage for an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
+        """Storage for an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place.
+
+        ``value``: an array, or an integer, which graphs read as an int64 scalar.
+        """
 
     def quiet(self) -> AbstractContextManager[Any]:
         """A context manager that silences warnings about infinities and NaN, which are valid results here.
@@ -364,10 +380,7 @@ class Backend(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
-    def choose(self, ok: Array, new: Array, old: Array) -> Array:
-        """``new`` if the bool scalar is true, else ``old``."""
-
+    # -- graphs -----------------------------------------------------------------------------------------------------
     @property
     def tracing(self) -> bool:
         """Whether a graph is being traced, so that values are symbolic."""
@@ -383,13 +396,6 @@ class Backend(ABC):
         Branches return the same structure of arrays, with equal shapes and dtypes. A graph contains them all.
         """
         return branches[int(index)]()
-
-    @abstractmethod
-    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
-        """Return x if ok(), a bool scalar, is true; else raise ValueError(message). A graph gets an assertion on x.
-
-        Skipped on a device, to avoid a synchronisation.
-        """
 
     @abstractmethod
     def require(self, ok: Array, message: str) -> None:

@@ -241,9 +241,6 @@ class NumpyBackend(Backend):
     def bitcast(self, x: Array, dtype: str) -> Array:
         return np.ascontiguousarray(x).view(dtype)
 
-    def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
-        return np.divide(x, y, out=out)
-
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return np.where(condition, x, y)
 

@@ -7,25 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from grace.core import rng
-from grace.core.rng import NOISE
+from grace.core.rng import NOISE, recent
 
 Array = Any
 LARGE = 2**14
 """Minimum number of elements for computing a whole noise table, which all tensors of a step share."""
-
-RECENT = 16
-"""Number of cached tables: a step needs one for each label and worker."""
-
-
-def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Array:
-    """The cached value of a key, computed if missing; evicts the oldest entries. Thread-safe."""
-    found = known.get(key)
-    if found is None:
-        found = make()
-        for old in list(known)[: max(0, len(known) + 1 - RECENT)]:
-            known.pop(old, None)
-        known[key] = found
-    return found
 
 
 class Random(ABC):

@@ -360,7 +360,7 @@ class VariableCell:
     """A cell that a traced function reads and writes at run time."""
 
     def __init__(self, value: Array):
-        self.variable = tf.Variable(value, trainable=False)
+        self.variable = tf.Variable(value, trainable=False, dtype=tf.int64 if isinstance(value, int) else None)
 
     def read(self) -> Array:
         return self.variable.read_value()

@@ -168,6 +168,9 @@ class TorchBackend(Backend):
         x = x.detach().cpu()
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
+    def exported(self, x: Array) -> Any:
+        return x.detach().cpu().clone()
+
     def zeros(self, shape: Any, dtype: str = "float32") -> Array:
         return torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
 
@@ -233,13 +236,6 @@ class TorchBackend(Backend):
             x = x.clone()  # a view requires alignment
         return x.view(DTYPES[dtype])
 
-    def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
-        out = self._room(x) if out is None else out
-        # multiplying by the inverse gives the same result, faster
-        if isinstance(y, int) and y & (y - 1) == 0 < y < 2**24:
-            return torch.mul(x, 1 / y, out=out)
-        return torch.div(x, y, out=out)
-
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return torch.where(condition, x, y)
 
@@ -290,10 +286,6 @@ class TorchBackend(Backend):
         if self.on_host and x.dtype == torch.float32:
             return torch.from_numpy(np.asarray(np.isfinite(x.numpy())))
         return torch.isfinite(x)
-
-    def sum_abs(self, x: Array) -> Array:
-        # Short rows need no float64: PyTorch sums pairwise, and a float64 copy costs more than the sum.
-        return torch.sum(self.abs(x), 1) if self.on_host and x.shape[1] <= 4096 else self.sum(self.abs(x), 1)
 
     def _room(self, x: Array) -> Array | None:
         # Memory for a result as large as x. None: let PyTorch allocate it.
@@ -400,13 +392,6 @@ class TorchBackend(Backend):
         if self.host_kernels:
             return self.host_kernels.arrays.beyond(x, float(bound))
         return torch.from_numpy(selection.beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
-
-    def ascending(self, x: Array, n: int) -> Array:
-        if not self.on_host:
-            return super().ascending(x, n)
-        places = x.numpy()  # NumPy compares faster than PyTorch
-        ascends = not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all())
-        return torch.tensor(ascends, device=CPU)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         if self.on_host and x.ndim == 1:

@@ -12,7 +12,7 @@ from grace.backends.bits import Bits
 from grace.backends.random import LARGE, Random
 from grace.backends.selection import smallest
 from grace.backends.torch_buffers import CPU, POOL
-from grace.core.rng import MASK32, NOISE, noise_offset, noise_rows
+from grace.core.rng import MASK32, NOISE, noise_offset, noise_rows, signed
 
 Array = Any
 SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32) * 2 - 1
@@ -97,11 +97,6 @@ class TorchRandom(Random):
         """The noise table, float32[NOISE], and row offsets, float32[rows, 1]: noise rows are the fractions of sums."""
         offsets = self._xp.asarray([[noise_offset(keys, row + i)] for i in range(rows)], "float32")
         return self._whole_table(table), offsets
-
-
-def signed(word: int) -> int:
-    """The int32 with the same bits as the 32-bit word."""
-    return ((int(word) & MASK32) ^ 2**31) - 2**31
 
 
 def _mix(h: Array) -> Array:

@@ -21,6 +21,7 @@ import numpy as np
 
 from grace.backends import get_backend
 from grace.bench.kernels import REMEDIES, machine
+from grace.bench.subjects import graph
 from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier
 from grace.compressors.topk import TopK
@@ -374,11 +375,7 @@ def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], 
 
 
 def _call(xp: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if not xp.traced:
-        return function
-    import tensorflow as tf
-
-    return tf.function(function, autograph=False)
+    return graph(function) if xp.traced else function
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

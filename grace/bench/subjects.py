@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,25 +76,18 @@ class Bench:
         hosts = [gradient(self.n, seed) for seed in range(SEVERAL)]
         self.gradients = [own(xp, host) for host in hosts]
         self.staging = own(xp, hosts[0])
-        """Refilled before each call: methods may overwrite it."""
+        """The vector to encode. Refilled before each call: methods may overwrite it."""
         self.out = own(xp, hosts[0])
-        self._target, self._source = (self.out, self.staging) if xp.mutable else (np.empty_like(hosts[0]), hosts[1])
-
-    def memcpy(self) -> None:
-        """Copy as many bytes as the gradient has, between existing arrays. For TensorFlow, NumPy copies."""
-        if self.xp.mutable:
-            self.xp.buffers.write(self._target, self._source)
-        else:
-            np.copyto(self._target, self._source)
+        copy: Any = (xp.buffers.write, self.out, self.staging) if xp.mutable else (np.copyto, hosts[0].copy(), hosts[1])
+        self.memcpy = partial(*copy)
+        """Copies as many bytes as the gradient has, between existing arrays. For TensorFlow, NumPy copies."""
 
     def refill(self, turn: int) -> None:
-        """Copy one of the gradients to the staging buffer."""
+        """Make one of the gradients `staging`: copy it into this buffer, unless arrays are immutable."""
         if self.xp.mutable:
             self.xp.buffers.write(self.staging, self.gradients[turn % SEVERAL])
-
-    def x(self, turn: int) -> Array:
-        """The vector to encode: the staging buffer, or the gradient if arrays are immutable."""
-        return self.staging if self.xp.mutable else self.gradients[turn % SEVERAL]
+        else:
+            self.staging = self.gradients[turn % SEVERAL]
 
     def wait(self) -> None:
         """Wait until the device has finished."""
@@ -245,8 +239,7 @@ class Ours:
 
     def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
         how = "float32", rank, world_size, self._at(self.turn)
-        draws: Any = {} if self.bench.xp.mutable else None
-        return Context(self.bench.xp, part.name, part.shape, *how, lr=lambda: 0.1, _draws=draws)
+        return Context(self.bench.xp, part.name, part.shape, *how, lr=lambda: 0.1, _draws={})
 
     def _at(self, step: int) -> Any:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
@@ -316,7 +309,7 @@ class Ours:
 
     def encode(self) -> None:
         states, contexts, answers = zip(*self._inputs, strict=True)
-        x = self.bench.x(self.turn)
+        x = self.bench.staging
         if self._traced_encode is not None:
             self._results = self._traced_encode(x, list(states), contexts[0].step)
         else:
@@ -329,7 +322,7 @@ class Ours:
         ]
 
     def look(self) -> None:
-        x = self.bench.x(self.turn)
+        x = self.bench.staging
         self._moves = [
             (cell, cell.read(), state[key], self.bench.xp.buffers.same_memory(state[key], part.of(x)))
             for part, (_, state) in zip(self.parts, self._results, strict=True)
@@ -350,12 +343,12 @@ class Ours:
                 self._decode(payloads)
 
     def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
-        outs = [part.of(self.bench.out) if self.bench.xp.mutable else None for part in self.parts]
+        outs = [part.of(self.bench.out) for part in self.parts]
         contexts = map(self._context, self.parts)
         return [mean(self.method, *each) for each in zip(payloads, contexts, outs, strict=True)]
 
     def step(self) -> None:
-        xp, x = self.bench.xp, self.bench.x(self.turn)
+        xp, x = self.bench.xp, self.bench.staging
         tensors = shapes(self.bench.config, self.method.compressor.traits.needs_shape)
         gradients, start = {}, 0
         for name, shape in tensors.items():
@@ -375,10 +368,10 @@ class Ours:
         if self.mode != "graph":
             return
         fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]
-        self._traced_encode = _graph(
+        self._traced_encode = graph(
             lambda x, states, step: self._encode(x, states, [replace(ctx, step=step) for ctx in fixed], answers)
         )
-        self._traced_decode = _graph(self._decode)
+        self._traced_decode = graph(self._decode)
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
@@ -390,7 +383,7 @@ def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array |
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
     """Return a function that runs a step as an integration does: means replace gradients if arrays are mutable."""
     if mode == "graph":
-        return _graph(grace.step)
+        return graph(grace.step)
 
     def step(gradients: dict[str, Array]) -> None:
         grace.launch(gradients, spent=True)
@@ -459,7 +452,8 @@ def nbytes(xp: Backend, array: Array) -> int:
     return int(math.prod(int(length) for length in xp.shape(array))) * ITEMSIZE[xp.dtype(array)]
 
 
-def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+def graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a TensorFlow graph."""
     import tensorflow as tf
 
     return tf.function(function, autograph=False)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from grace.cli import inputs
 from grace.cli import plan as shared
-from grace.local.settings import Settings
+from grace.core.local_training import Settings
 from grace.planner import advise as adviser
 from grace.planner import local, stages, ways
 from grace.planner import plan as planner

@@ -60,7 +60,7 @@ class BlockInt(Rounded):
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max_abs(rows)
-        relative = xp.divided(rows, blocks.divisor(xp, scale))
+        relative = rows / blocks.divisor(xp, scale)
         steps = blocks.flat(xp, xp.inplace.multiply(relative, float(self.top)), n)
         steps = (
             xp.inplace.floor(xp.inplace.add(steps, ctx.rng("round").noise(n)))

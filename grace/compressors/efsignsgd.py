@@ -31,7 +31,7 @@ class EFSignSGD(Blockwise):
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        total = xp.sum_abs(blocks.rows(xp, x, self.traits.block_size))
+        total = xp.sum(xp.abs(blocks.rows(xp, x, self.traits.block_size)), 1)
         return (xp.bits.pack_signs(x), total / blocks.counts(xp, n, self.traits.block_size)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:

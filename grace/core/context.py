@@ -54,7 +54,7 @@ class Context:
 
         For numbers that encoding and decoding both draw. ``label`` must be unique among a tensor's draws in a step.
         """
-        if self._draws is None:
+        if self._draws is None or self.xp.traced:  # a traced array is valid only in its own part of the graph
             return draw()
         key = label, self.name, self.offset, self.shape
         if key not in self._draws:

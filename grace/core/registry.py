@@ -53,18 +53,9 @@ class Registry(Mapping[str, type]):
         if not self._loaded:
             self._loaded = True
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):  # each registers its classes
+            for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
-            for entry in entry_points(group=self._package):
-                try:
-                    entry.load()
-                except Exception as error:  # third-party code: continue without it
-                    owner = entry.dist.name if entry.dist else "a package"
-                    warnings.warn(
-                        f"{owner} offers the {self.kind} {entry.name!r}, but {entry.value!r} failed: {error!r}. "
-                        f"Upgrade or uninstall {owner}",
-                        stacklevel=2,
-                    )
+            offered(self._package, self.kind)  # each registers its classes
 
     def __getitem__(self, name: str) -> type:
         self._load()
@@ -99,6 +90,24 @@ REGISTRIES: dict[type, Registry] = {
     Communicator: communicators,
     Policy: policies,
 }
+
+
+def offered(group: str, kind: str, cls: type = object) -> list[Any]:
+    """What installed packages offer as entry points of a group, loaded; warns of those that fail or are no ``cls``."""
+    found = []
+    for entry in entry_points(group=group):
+        try:
+            if not isinstance(value := entry.load(), cls):
+                raise TypeError(f"{value!r} is no {cls.__qualname__}")
+            found.append(value)
+        except Exception as error:  # third-party code: continue without it
+            owner = entry.dist.name if entry.dist else "a package"
+            warnings.warn(
+                f"{owner} offers the {kind} {entry.name!r}, but {entry.value!r} failed: {error!r}. "
+                f"Upgrade or uninstall {owner}",
+                stacklevel=3,
+            )
+    return found
 
 
 def register(name: str, *aliases: str) -> Callable[[C], C]:

@@ -8,13 +8,15 @@ finaliser of MurmurHash3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from typing import Any
 
 MASK32 = 0xFFFFFFFF
 NOISE = 2**16
 """Number of elements in a noise row, which share one offset; also the length of the noise table (`Rng.noise`)."""
+RECENT = 16
+"""Number of cached tables: a step needs one for each label and worker."""
 
 
 @lru_cache(4096)
@@ -74,6 +76,22 @@ def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
         count = min(n - at, NOISE - first)
         yield row, at, first, count
         at += count
+
+
+def signed(word: int) -> int:
+    """The int32 with the same bits as the 32-bit word."""
+    return ((int(word) & MASK32) ^ 2**31) - 2**31
+
+
+def recent(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """The cached value of a key, computed if missing; evicts the oldest entries. Thread-safe."""
+    found = known.get(key)
+    if found is None:
+        found = make()
+        for old in list(known)[: max(0, len(known) + 1 - RECENT)]:
+            known.pop(old, None)
+        known[key] = found
+    return found
 
 
 @lru_cache(4096)

@@ -13,17 +13,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from grace.backends import toolkits
 from grace.core import name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Policy
 from grace.core.version import VERSION
 from grace.engine.options import Options
-from grace.engine.setup import Setup, on_host
+from grace.engine.setup import Setup
 
 OUTPUTS = ("record", "record_every", "tracker", "trace")
 """Names of the options that do not affect the results of a training."""
-PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod")
 
 
 def about(setup: Setup) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def about(setup: Setup) -> dict[str, Any]:
     return {
         "grace": VERSION,
         "toolkit": setup.xp.name,
-        "kernels": bool(setup.xp.kernels) if on_host(setup.xp) else None,
+        "kernels": bool(setup.xp.kernels) if setup.xp.on_host else None,
         "graph": setup.xp.traced,
         "transport": type(setup.transport).__name__,
         "params": params_of(setup.method, setup.unresolved, setup.policy, setup.options),
@@ -84,8 +84,9 @@ def _plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of those `PACKAGES` that are imported."""
-    loaded = {name: str(getattr(sys.modules[name], "__version__", "")) for name in PACKAGES if name in sys.modules}
+    """The versions of Python and of the packages of toolkits, and of Horovod, that are imported."""
+    names = (*(name for toolkit in toolkits() for name in toolkit.modules), "horovod")
+    loaded = {name: str(getattr(sys.modules[name], "__version__", "")) for name in names if name in sys.modules}
     return {"python": platform.python_version(), **loaded}
 
 

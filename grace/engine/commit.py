@@ -13,7 +13,7 @@ from grace.engine.codecs import PendingMean, all_finite
 from grace.engine.flight import Flight
 from grace.engine.groups.book import Grouped, Joined
 from grace.engine.handshake import HEADER
-from grace.engine.setup import DENSE, PRESENT, Setup, on_host
+from grace.engine.setup import DENSE, PRESENT, Setup
 
 NOT_FINITE = "the mean gradient of {!r} is not finite on any worker"
 
@@ -58,7 +58,7 @@ class Commit:
                 setup.store.commit(unit, self._levels[unit], state, ok, x)
             # Decode only now that the state is committed: the new residual may have been in x, which receives the mean.
             if isinstance(mean, Undecoded):
-                mean = mean.array(x if xp.mutable else None)
+                mean = mean.array(x)
             means |= self._by_tensor(unit, self._zeroed(unit, mean, ok))
         return means
 
@@ -163,7 +163,7 @@ class Commit:
             ok = xp.finite(xp.cast(mean, "float16") if self._narrow(unit) else mean)
         else:
             ok = True if self._all_finite else xp.finite(xp.concat(seen.marks()))
-        if not xp.traced and on_host(ok) and not ok:
+        if xp.can_read_values and not ok:
             self.skipped += 1
         if setup.options.nonfinite == "raise":
             xp.require(ok, NOT_FINITE.format(unit.name))
@@ -190,7 +190,7 @@ class Commit:
     def _look_at_marks(self) -> bool:
         # Whether all marked means are known to be finite. False on a device, to avoid a synchronisation.
         xp = self._setup.xp
-        if xp.traced or not on_host(xp) or not self._marks:
+        if not xp.can_read_values or not self._marks:
             return False
         return all_finite(list(self._marks.values()), xp)
 

@@ -11,7 +11,7 @@ from grace.engine.commit import Commit
 from grace.engine.flight import Flight
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
-from grace.engine.setup import PRESENT, SAMPLE, Setup, on_host
+from grace.engine.setup import PRESENT, SAMPLE, Setup
 from grace.engine.vectors import flattened, joined, of_group, of_joined
 
 
@@ -44,8 +44,7 @@ class Exchange:
 
         Raises KeyError, RuntimeError or ValueError, and submits none, if one of them cannot be submitted.
         """
-        tensors, setup = self._setup.table.tensors, self._setup
-        shape_of = setup.xp.shape if setup.bound and setup.xp.traced else None
+        tensors = self._setup.table.tensors
         for name, gradient in gradients.items():
             if name not in tensors:
                 raise KeyError(
@@ -55,8 +54,7 @@ class Exchange:
                 raise RuntimeError(f"{name!r} has a gradient in this step already: finish the step before the next one")
             if gradient is None:
                 continue
-            shape = gradient.shape if shape_of is None else shape_of(gradient)
-            if shape != tensors[name].shape:
+            if (shape := gradient.shape) != tensors[name].shape:
                 raise ValueError(
                     f"gradient of {name!r} has shape {tuple(shape)}, but {tensors[name].shape} was built. {CHANGED}"
                 )
@@ -125,7 +123,7 @@ class Exchange:
         # messages alone, so all workers send in one order. Not for workers in lockstep, which must all post a message
         # before one waits; nor on devices, whose computation would wait; nor where a thread pool sends.
         setup = self._setup
-        if setup.transport.lockstep or setup.xp.tracing or not on_host(setup.xp) or setup.offload is not None:
+        if setup.transport.lockstep or setup.xp.tracing or not setup.xp.on_host or setup.offload is not None:
             return
         for flight in self._flights[self._followed : -1]:
             self._followed += 1
@@ -214,7 +212,7 @@ class Exchange:
             return
         place, results = setup.place(), [flight.scheduler.results for flight in self._flights]
         found = [(place, each[PRESENT]) for each in results if PRESENT in each]
-        if not on_host(setup.xp):
+        if not setup.xp.on_host:
             found, setup.headers = setup.headers, found
         for at, sums in found:
             told = setup.xp.to_numpy(sums[:HEADER]).tolist()

@@ -73,8 +73,7 @@ class Flight:
     def _program(self, unit: Unit) -> Program[Any]:
         setup, level = self._setup, self.levels[unit]
         way = setup.ways.at(unit.name, level)
-        # A traced array is valid only in its own part of the graph.
-        ctx = setup.context(unit, self.step, {} if setup.xp.mutable else None)
+        ctx = setup.context(unit, self.step, {})
         return way.communicator.reduce(self.flat[unit], way.encoder, setup.store.state(unit, level), ctx)
 
     def _joined(self, joined: Joined) -> Program[Array]:

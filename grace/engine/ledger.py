@@ -72,10 +72,12 @@ class Ledger:
         if not steps:
             return
         setup.attempt = 0
-        count = steps if when is None or not setup.xp.traced else steps * setup.xp.cast(when, "int64")
-        setup.step.assign(setup.step.read() + count)
-        if when is not None and not setup.xp.traced:
+        count: Any = steps
+        if when is not None and setup.xp.traced:
+            count = steps * setup.xp.cast(when, "int64")
+        elif when is not None:
             self._late.append((steps, setup.xp.buffers.fetch(when)))
+        setup.step.assign(setup.step.read() + count)
         setup.trace.end_step()
         self._reporter.step_passed()
 

@@ -20,7 +20,7 @@ from grace.engine.reshard import (
     stages,
 )
 from grace.engine.setup import LAYOUTS, Setup
-from grace.engine.state_store import Fitted, exported
+from grace.engine.state_store import Fitted
 
 FORMAT = 2
 """Format version of `state_dict`."""
@@ -65,7 +65,7 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     state = setup.schedule.state_dict()
     books: dict[str, Any] = {key: state[key] for key in ("sums", "held") if key in state}
     arrays: dict[str, Any] = {
-        key: {name: exported(x, setup.xp) for name, x in book.items()} for key, book in books.items()
+        key: {name: setup.xp.exported(x) for name, x in book.items()} for key, book in books.items()
     }
     return {**state, **arrays}
 
@@ -182,7 +182,7 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
     theirs = states[0]["tensors"]
     if moved or changed:
         fresh = {
-            name: {key: exported(cell.read(), xp) for key, cell in cells.items()}
+            name: {key: xp.exported(cell.read()) for key, cell in cells.items()}
             for name, cells in mine.items()
             if moved or name in changed
         }
@@ -206,7 +206,7 @@ def load(setup: Setup, found: Checked) -> None:
     """Load the result of `checked`. With a policy, all workers must call this."""
     states, fitted, step = found
     setup.store.load(fitted)
-    setup.step.assign(setup.xp.asarray(step, "int64") if setup.xp.traced else step)
+    setup.step.assign(step)
     if setup.schedule is not None:
         setup.schedule.load_state_dict(_taken_over(setup, states)["policy"])
         texts = setup.transport.exchange(setup.schedule.text())

@@ -64,13 +64,13 @@ class Schedule:
             self.history[name] = [(self.epoch, first)]
             if self.policy.norm_source == "mean" or (self.policy.norm_source and rank == 0):
                 self._sums[name] = xp.cell(xp.zeros(size))
-            if xp.traced:
-                self._cells[name] = xp.cell(xp.asarray(first, "int32"))
-        if xp.traced and self._flag is None:
-            self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
         if self.probe is not None:
             self.probe.extend({name: size for name, size in sizes.items() if name not in self.probe.held}, xp)
-            if xp.traced:
+        if xp.traced:
+            for name in known:
+                self._cells[name] = self._cells.get(name) or xp.cell(xp.asarray(known[name], "int32"))
+            self._flag = self._flag or xp.cell(xp.asarray(int(self.watching), "int32"))
+            if self.probe is not None:
                 self._feeding = xp.asarray(self._feeds_back, "float32")
 
     def forget(self, names: Iterable[str]) -> None:

@@ -31,9 +31,7 @@ class WorkerPool:
 
 
 def pool_of(units: Iterable[Any], ways: Iterable[Any], xp: Backend) -> WorkerPool | None:
-    """A pool for the units whose strategies compress on the CPU; None if there are none, or if a graph does it."""
-    if xp.traced:
-        return None
+    """A pool for the units whose strategies compress on the CPU; None if there are none."""
     ways = list(ways)
     threads = {unit.name: max(way.communicator.threads(unit.name) for way in ways) for unit in units}
     most = max(threads.values(), default=0)

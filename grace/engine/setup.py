@@ -64,7 +64,7 @@ class Setup:
         self.trace = Trace(options.trace)
         self.meter: Any = None
         self.step: Any = None
-        """Number of steps made: a cell of the backend, or a `Counter`; None before there are tensors."""
+        """Number of steps made: a cell of the backend; None before there are tensors."""
         self.offload: WorkerPool | None = None
         self.track_missing = False
         self.defer_commit = False
@@ -206,7 +206,7 @@ class Setup:
         first_tensors = self.step is None
         self.table.add(new, buckets)
         if first_tensors:
-            self.step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
+            self.step = xp.cell(0)
             self.reset_meter()
         for unit in units:
             ctx = self.context(unit, 0)
@@ -220,7 +220,7 @@ class Setup:
             sizes = {unit.name: math.prod(unit.shape) for unit in units if not unit.dense}
             self.schedule.extend(sizes, xp, self.rank)
         self.meter.extend([unit.name for unit in units])
-        self.offload = pool_of(self.table.compressed(), self.ways, xp) if on_host(xp) else None
+        self.offload = pool_of(self.table.compressed(), self.ways, xp) if xp.can_read_values else None
 
     def reset_meter(self) -> None:
         """Reset the byte counts."""
@@ -338,21 +338,3 @@ class Setup:
         unit = self.table.by_name()[name]
         way, ctx, level = self.way(unit), self.context(unit, 0), self.level(unit)
         self.store.enter(unit, before, level, way.communicator.init(way.method, ctx), ctx)
-
-
-class Counter:
-    """A step count on the host."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def read(self) -> int:
-        return self._value
-
-    def assign(self, value: int) -> None:
-        self._value = value
-
-
-def on_host(value: Any) -> bool:
-    """Whether an array, or a backend's arrays, are in the host's memory."""
-    return str(getattr(value, "device", "cpu")) == "cpu"

@@ -123,7 +123,7 @@ class StateStore:
     def bind(self, xp: Backend) -> None:
         """Set the backend, before any unit is added."""
         self._xp = xp
-        if xp.mutable and getattr(xp, "on_host", True):
+        if xp.mutable and xp.can_read_values:
             from grace.engine.groups.rows import RowTable  # imports NumPy
 
             self.rows = RowTable(xp)
@@ -260,7 +260,7 @@ class StateStore:
         xp, old = self.xp, cell.read()
         if new is old:
             return
-        inside = xp.mutable and xp.buffers.overlap(new, x)
+        inside = xp.buffers.overlap(new, x)
         if isinstance(cell, RowCell):
             if ok:
                 (cell.store if inside else cell.assign)(new)
@@ -326,7 +326,7 @@ class StateStore:
     def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         """All state at these levels for a checkpoint, as it was before an unfinished step."""
         return {
-            unit: {key: exported(self._last(cell, snapshot), self.xp) for key, cell in cells.items()}
+            unit: {key: self.xp.exported(self._last(cell, snapshot)) for key, cell in cells.items()}
             for unit, cells in self.held(levels).items()
         }
 
@@ -369,11 +369,6 @@ class StateStore:
             return {}
         found = xp.to_numpy(xp.concat([xp.reshape(square, (1,)) for square in squares.values()])).tolist()
         return {name: square**0.5 for name, square in zip(squares, found, strict=True)}
-
-
-def exported(array: Array, xp: Backend) -> Any:
-    """A checkpoint copy of an array: a CPU tensor for PyTorch, else a NumPy array."""
-    return array.detach().cpu().clone() if xp.name == "torch" else xp.to_numpy(array).copy()
 
 
 def _lasting(key: str, way: Way) -> bool:

@@ -23,7 +23,7 @@ def flattened(xp: Any, unit: Unit, gradients: Mapping[str, Array | None], donate
             owned = True
         else:
             flat = xp.buffers.contiguous(xp.cast(xp.reshape(gradient, (-1,)), unit.dtype))
-            owned = tensor.name in donated or (xp.mutable and not xp.buffers.same_memory(flat, gradient))
+            owned = tensor.name in donated or not xp.buffers.same_memory(flat, gradient)
             parts.append(flat)
     owned = owned or len(parts) > 1 or unit.dense != ""
     return xp.concat(parts) if owned else xp.buffers.copy(parts[0])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.backends.random import recent
 from grace.core.gathered import GatheredPayloads
-from grace.core.rng import NOISE, Rng
+from grace.core.rng import NOISE, Rng, recent
 from grace.kernels import Library
 from grace.kernels.schema import CODECS
 from grace.ops.validate import fitting

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from grace.core import Transport
+from grace.core.local_training import Settings
 from grace.core.registry import pair
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
 from grace.local.diloco import DiLoCo, in_turn
 from grace.local.model import Access
 from grace.local.peers import PeerMean
-from grace.local.settings import Settings
 
 __all__ = [
     "PRESETS",

@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from grace.core import Transport, name_of
+from grace.core.local_training import Settings
 from grace.engine.options import Options
 from grace.engine.report import Report
 from grace.engine.session import Grace
-from grace.engine.state_store import exported
 from grace.local.exchange import Exchange
 from grace.local.handshake import Change
 from grace.local.model import Access, Model
 from grace.local.progress import FORMAT, Progress, State, check_states, compare
-from grace.local.settings import Settings
 
 
 class DiLoCo:
@@ -322,8 +321,8 @@ class DiLoCo:
             "apart": progress.apart,
             "rounds": progress.rounds,
             **self.global_state(),
-            "sent": {} if flight is None else {name: exported(each, xp) for name, each in flight.deltas.items()},
-            "side": [exported(each, xp) for each in side],
+            "sent": {} if flight is None else {name: xp.exported(each) for name, each in flight.deltas.items()},
+            "side": [xp.exported(each) for each in side],
             "grace": self.grace.state_dict(),
         }
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from grace.core import Array
 from grace.core.collectives import Reduce
+from grace.core.local_training import Settings
 from grace.engine.session import Grace
 from grace.local.handshake import Change, Handshake
 from grace.local.model import Model
 from grace.local.progress import Progress
-from grace.local.settings import Settings
 
 
 class Flight:

@@ -13,7 +13,6 @@ from grace.core import Array
 from grace.engine.buckets import Tensor
 from grace.engine.reshard import host
 from grace.engine.session import FLOATS
-from grace.engine.state_store import exported
 
 SAMPLED = 4, 64
 """Maximum number of parameters that `Model.sample` reads, and of elements of each."""
@@ -168,7 +167,7 @@ class Model:
         return self.xp.buffers.copy(self.xp.asarray(array, str(array.dtype)))
 
     def _exported(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: exported(self._array(array), self.xp) for name, array in arrays.items()}
+        return {name: self.xp.exported(self._array(array)) for name, array in arrays.items()}
 
     def _write(self, handle: Any, value: Array, dtype: str) -> None:
         value = self.xp.cast(value, dtype)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.core import Transport
+from grace.core.local_training import Settings
 from grace.local.names import Shapes, under_own_names
-from grace.local.settings import Settings
 
 FORMAT = 1
 """Format version of `DiLoCo.state_dict`."""

@@ -62,7 +62,7 @@ class OneBitAdam(Memory):
     def compensate(self, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, n, warm = ctx.xp, ctx.size, self.warm(ctx)
         # During the warm-up request the exact mean, later the mean of empty arrays: one graph serves both phases.
-        length: Any = xp.choose(warm, xp.asarray(n, "int64"), xp.asarray(0, "int64")) if xp.traced else n * warm
+        length = n * warm if isinstance(warm, bool) else n * xp.cast(warm, "int64")
         (mean,) = yield Reduce((x[:length],), "mean")
         mean = xp.reshape(xp.concat([mean, xp.zeros(n)])[:n], (n,))
         learned = self._learn(mean, state, ctx)

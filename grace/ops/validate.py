@@ -52,4 +52,8 @@ def placed(xp: Any, positions: Array, n: int) -> Array:
     """Return the positions, int32[K], if they are valid for n elements: strictly ascending in 0 .. n-1."""
     if xp.dtype(positions) != "int32":
         raise ValueError(f"its positions are int32, not {xp.dtype(positions)}")
-    return xp.sound(positions, lambda: xp.ascending(positions, n), f"its positions do not ascend within 0 .. {n - 1}")
+
+    def ascending() -> Array:
+        return xp.all(positions[1:] > positions[:-1]) & xp.all(positions[:1] >= 0) & xp.all(positions[-1:] < n)
+
+    return xp.sound(positions, ascending, f"its positions do not ascend within 0 .. {n - 1}")

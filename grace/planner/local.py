@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from grace.local.settings import Settings
+from grace.core.local_training import Settings
 from grace.planner import ways
 from grace.planner.advise import break_even
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec

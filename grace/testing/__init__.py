@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from grace.backends import get_backend
+from grace.backends import get_backend, toolkits
 from grace.core import Compressor, Memory, name_of
 from grace.core.communicator import Communicator
 from grace.testing import communicators, compressors, memories
@@ -30,8 +30,6 @@ __all__ = [
     "compressor_laws",
     "memory_laws",
 ]
-
-BACKENDS = ("numpy", "torch", "tensorflow")
 
 
 class Check(NamedTuple):
@@ -47,7 +45,7 @@ class Check(NamedTuple):
 
 def installed() -> list[str]:
     """The installed toolkits; NumPy always is one."""
-    return [name for name in BACKENDS if find_spec(name) is not None]
+    return [toolkit.name for toolkit in toolkits() if find_spec(toolkit.modules[0]) is not None]
 
 
 def compressor_laws(compressor: Compressor, backends: Sequence[str] | None = None) -> Iterator[Check]:

@@ -36,6 +36,11 @@ class Laws(dict[str, Callable[..., None]]):
         return check
 
 
+def fully(xp: Any) -> bool:
+    """Whether the laws run in full: on NumPy. Other toolkits, which are slower, get fewer cases."""
+    return bool(xp.name == "numpy")
+
+
 def context(xp: Any, shape: Any, **fields: Any) -> Context:
     """The context of a tensor "w" on worker 0 of 4."""
     shape = (shape,) if isinstance(shape, int) else shape

@@ -22,6 +22,7 @@ from grace.testing.cases import (
     context,
     encode,
     fitting,
+    fully,
     handed_over,
     host,
     memory_of,
@@ -223,7 +224,7 @@ def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
     method, ctx = TensorCodec(compressor, Residual()), context(xp, shape, world_size=1)
     state, n = method.init(ctx), ctx.size
     carried, given = np.zeros(n), np.zeros(n)
-    for step in range(50 if xp.name == "numpy" else 15):
+    for step in range(50 if fully(xp) else 15):
         ctx, g = context(xp, shape, step=step, world_size=1), spread(n, seed=step)
         payload, state = encode(method, xp, g, state, ctx)
         carried += receive(compressor, xp, payload, ctx)
@@ -238,7 +239,7 @@ def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 def finite_in_finite_out(compressor: Compressor, xp: Any) -> None:
     """Zeros, spikes, constants and the ends of float32's range give finite results; zeros give zeros."""
-    sizes = ((1,), (9,), (1000,)) if xp.name == "numpy" else ((1000,),)
+    sizes = ((1,), (9,), (1000,)) if fully(xp) else ((1000,),)
     for shape in sizes if not compressor.traits.needs_shape else (shape_of(compressor),):
         for what, x in patterns(math.prod(shape)).items():
             if abs(x).max() > compressor.traits.max_magnitude:
@@ -347,7 +348,7 @@ def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
             # On other toolkits skip these two: they pass payloads only through functions that others use, too.
-            if xp.name == "numpy" or name_of(communicator) not in ("broadcast", "hierarchical"):
+            if fully(xp) or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 
     over.__name__, over.__doc__ = check.__name__, check.__doc__

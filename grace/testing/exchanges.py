@@ -11,6 +11,7 @@ from grace.core.communicator import Communicator
 from grace.testing.cases import (
     BAD,
     Laws,
+    fully,
     host,
     lockstep,
     poisoned,
@@ -31,7 +32,7 @@ def shapes_and_dtypes_are_kept_and_all_workers_agree(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
     """Means have their gradients' shapes and dtypes, and the same bits on all workers; gradients are not changed."""
-    size = 5 if xp.name == "numpy" else 3
+    size = 5 if fully(xp) else 3
     graces = workers(compressor, memory, communicator, size)
     dtypes = [*DTYPES, *(["bfloat16"] if xp.name == "torch" else [])]
     kinds = {str(shape): shape for shape in ((), (0,), (1,), (7,), (3, 5), (4, 3, 3, 8), shape_of(compressor, 200))}
@@ -39,7 +40,7 @@ def shapes_and_dtypes_are_kept_and_all_workers_agree(
     def made(seed: int) -> dict[str, Any]:
         floats = {kind: np.asarray(spread(*shape, seed=seed), np.float32) for kind, shape in kinds.items()}
         pairs = [(d, kind) for d in dtypes for kind in floats]
-        if xp.name != "numpy":  # every dtype and every shape once is enough
+        if not fully(xp):  # every dtype and every shape once is enough
             pairs = [(dtypes[i % len(dtypes)], kind) for i, kind in enumerate(floats)]
         return {f"{d} {kind}": xp.cast(xp.asarray(floats[kind], "float32"), d) for d, kind in pairs}
 
@@ -84,7 +85,7 @@ def one_bad_element_is_seen_by_all_and_changes_no_state(
 ) -> None:
     """NaN or infinity anywhere, on one worker: all workers see it in the mean, and no state contains it."""
     graces, shape = workers(compressor, memory, communicator, 3), shape_of(compressor)
-    cases = list(BAD) if xp.name == "numpy" else list(BAD)[1::3]
+    cases = list(BAD) if fully(xp) else list(BAD)[1::3]
 
     def fine(step: int) -> list[dict[str, Any]]:
         made = [xp.asarray(spread(*shape, seed=step + rank), "float32") for rank in range(3)]

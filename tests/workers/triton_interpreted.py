@@ -14,7 +14,6 @@ import torch
 from support.kernels import KINDS, blocks_of, efsignsgd_oracle, equal, ulps, vector
 
 from grace import simulate
-from grace.backends.base import Backend
 from grace.backends.torch import TorchBackend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.eden import Eden
@@ -56,10 +55,9 @@ def plain(monkeypatch):
 
 
 class Plain(TorchBackend):
-    """As on a device: sums of magnitudes use float64, also for short rows."""
+    """As on a device."""
 
     host_kernels = None
-    sum_abs = Backend.sum_abs
 
 
 def tensor(array):

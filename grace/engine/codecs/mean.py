@@ -55,9 +55,11 @@ class PendingMean(Undecoded):
         return found
 
     def array(self, out: Array | None = None) -> Array:
-        """The mean, float32[n], written to ``out`` if given. ValueError names the sender of a bad payload."""
+        """The mean, float32[n], in ``out`` if given and arrays are mutable. ValueError names a bad payload's sender."""
         xp, ctx = self._ctx.xp, self._ctx
-        if out is None and xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
+        if not xp.mutable:
+            out = None
+        elif out is None and (xp.kernels or in_chunks(self._compressor, ctx)):
             out = xp.buffers.empty(ctx.size, ctx.dtype)
         try:
             if out is None:

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from grace.backends.torch_bits import signed
-from grace.core.rng import Rng
+from grace.core.rng import Rng, signed
 from grace.kernels.calls import Pairs, fitted
 from grace.kernels.host import partly
 from grace.kernels.quantisers import Quantisers

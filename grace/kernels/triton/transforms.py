@@ -8,9 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from grace.backends.torch_bits import signed
 from grace.core.errors import Unavailable
-from grace.core.rng import Rng
+from grace.core.rng import Rng, signed
 from grace.kernels.calls import Pairs, fitted
 from grace.kernels.host import partly
 from grace.kernels.transforms import Transforms

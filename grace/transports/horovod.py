@@ -67,15 +67,15 @@ class HorovodTransport(Transport):
         return bool(allowed and self._process_set is None and loaded_horovod()[0].mpi_ops.is_homogeneous())
 
     def bind(self, xp: Any) -> Transport:
-        kinds, name = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}, xp.name
-        if name not in kinds:
+        kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
+        if xp.name not in kinds:
             raise TypeError(
-                f"transport 'horovod' carries PyTorch and TensorFlow tensors, not {name} arrays; use 'local'"
+                f"transport 'horovod' carries PyTorch and TensorFlow tensors, not {xp.name} arrays; use 'local'"
             )
-        hvd = importlib.import_module(f"horovod.{name}")
+        hvd = importlib.import_module(f"horovod.{xp.name}")
         if not hvd.is_initialized():
-            raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{name}.init() too")
-        bound = kinds[name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
+            raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
+        bound = kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
         bound._process, bound._workers = self._process, self._workers
         bound.check_workers()
         return bound

@@ -114,8 +114,10 @@ class TorchDistributedTransport(MessageTransport):
 
     def bind(self, xp: Any) -> Transport:
         self.check_workers()
-        if (name := xp.name) != "torch":
-            raise TypeError(f"transport 'torch' carries PyTorch tensors, not {name} arrays; use 'horovod' or 'local'")
+        if xp.name != "torch":
+            raise TypeError(
+                f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'"
+            )
         self.xp = xp
         return self
 

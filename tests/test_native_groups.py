@@ -414,6 +414,24 @@ def test_a_wrong_payload_of_a_second_stage_names_its_worker(kernels, monkeypatch
         step(graces, backend("numpy"), 1, sizes=(5000,))
 
 
+@pytest.mark.parametrize("kernels", [PLAIN, "off"])
+def test_a_wrong_payload_from_another_machine_names_its_worker(kernels, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
+    params = {"compressor": "topk", "communicator": "hierarchical", "outer": "allgather", "node_size": 2}
+    graces = team(params, 6, backend("numpy"), (5000,))
+    start = graces[5].transport.start
+
+    def damaged(collectives, name):
+        for each in collectives:
+            if each.group == "cross":
+                each.arrays[-1].view("uint8")[-4:] = 127
+        return start(collectives, name)
+
+    graces[5].transport.start = damaged
+    with pytest.raises(ValueError, match="worker 5 of 6 sent a payload for 't5000"):
+        step(graces, backend("numpy"), 1, sizes=(5000,))
+
+
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_tensors_whose_positions_are_coded_otherwise_are_groups_of_their_own(carrier, monkeypatch):
     """Index coding "auto" takes the smallest for each tensor."""

@@ -100,6 +100,7 @@ def test_where_triton_is_missing_one_warning_says_so(monkeypatch, broken):
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("GRACE_KERNELS", "triton")
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     monkeypatch.delitem(sys.modules, "grace.kernels.triton", raising=False)
     monkeypatch.delattr("grace.kernels.triton", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])

@@ -86,7 +86,8 @@ class Hierarchical(Communicator):
     def cross(self, method: Method, ctx: Context, place: int) -> Context:
         """The context of local worker ``place``'s shard, for the exchange between machines."""
         shard = shards(method.compressor, ctx, self.node_size)[place]
-        return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
+        workers = range(place, ctx.world_size, self.node_size)
+        return replace(shard, rank=ctx.rank // self.node_size, world_size=len(workers), _workers=workers)
 
 
 def across(program: Program[T]) -> Program[T]:

@@ -35,6 +35,8 @@ class Context:
     """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
     _draws: dict[Any, Array] | None = field(default=None, repr=False, compare=False)
     """What `once` has drawn in this step; None: draw on each call."""
+    _workers: range | None = None
+    """The ranks of the workers that exchange the tensor, if these are not all; ``rank`` is then a place among them."""
 
     @property
     def size(self) -> int:

@@ -19,11 +19,12 @@ class Unavailable(RuntimeError):
 
 @contextmanager
 def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterator[None]:
-    """Name the sender in a ValueError about its payload. ``worker``: its rank; None: all workers together."""
+    """Name the sender in a ValueError about its payload. ``worker``: its rank in ``ctx``; None: all of them."""
     try:
         yield
     except ValueError as error:
-        who = "the workers together" if worker is None else f"worker {worker} of {ctx.world_size}"
+        ranks = range(ctx.world_size) if ctx._workers is None else ctx._workers
+        who = "the workers together" if worker is None else f"worker {ranks[worker]} of {ranks.stop}"
         raise ValueError(
             f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All "
             "workers must run the same version of GRACE; if they do, memory or the network has failed on that machine: "

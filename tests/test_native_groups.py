@@ -646,13 +646,21 @@ TWO_ROUNDS = {
     "without a state": {"compressor": "bf16", "communicator": "twostage"},
     "low rank": {"compressor": "powersgd"},
 }
+THREE_ROUNDS = {
+    "machines": {"compressor": "blockint", "communicator": "hierarchical", "outer": "allgather"},
+    "machines, tensor by tensor": {"compressor": "threshold", "threshold": 0.1, "communicator": "hierarchical"},
+}
+ORDERS = {
+    **dict.fromkeys(TWO_ROUNDS, "0.0 1.0 0.1 2.0 1.1 3.0 2.1 3.1"),
+    **dict.fromkeys(THREE_ROUNDS, "0.0 1.0 0.1 2.0 0.2 1.1 3.0 1.2 2.1 2.2 3.1 3.2"),
+}
 
 
 @pytest.mark.parametrize("arrive", ["in order", "late", "together", "not all"])
-@pytest.mark.parametrize("params", TWO_ROUNDS.values(), ids=TWO_ROUNDS)
-def test_second_rounds_begin_during_the_backward_pass_in_one_order(params, arrive):
+@pytest.mark.parametrize("case", ORDERS)
+def test_later_rounds_begin_during_the_backward_pass_in_one_order(case, arrive):
     """However gradients arrive, and also where a worker gives up: all workers send in the same order."""
-    transport = Alone()
+    transport, params = Alone(), {**TWO_ROUNDS, **THREE_ROUNDS}[case]
     grace = grace_from_params({"min_numel": 0, "bucket_mb": 4000 / 2**20, **params}, transport)
     gradients = {f"t{number}": np.ones((25, 20), np.float32) for number in range(8)}
     grace.build(gradients)
@@ -664,13 +672,13 @@ def test_second_rounds_begin_during_the_backward_pass_in_one_order(params, arriv
         for name in names[number]:
             grace.start(name, gradients[name])
     if arrive == "in order":
-        assert transport.sent[-2:] == ["3.0", "2.1"]
+        assert transport.sent == ORDERS[case].partition(" 2.2" if case in THREE_ROUNDS else " 3.1")[0].split()
     if arrive == "not all":
         with pytest.raises(RuntimeError, match="gave up"):
             grace.abort("as a test")
     else:
         grace.flush()
-    assert transport.sent == ["0.0", "1.0", "0.1", "2.0", "1.1", "3.0", "2.1", "3.1"]
+    assert transport.sent == ORDERS[case].split()
 
 
 def test_a_message_with_a_single_round_is_awaited_at_the_end(monkeypatch):

@@ -30,7 +30,7 @@ class Hierarchical(Communicator):
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     """
 
-    rounds = 2
+    rounds = 3
     outer: Any = ""
     node_size: int = 0
 

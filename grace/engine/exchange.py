@@ -28,7 +28,6 @@ class Exchange:
         self._donated: set[str] = set()
         self._flights: list[Flight] = []
         self._launched = 0  # number of launched buckets
-        self._followed = 0  # number of messages that `_begin_second_rounds` has seen
         self._departed = False  # with a thread pool: whether all launched buckets have left it and were sent
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
         self._samples: dict[Unit, Array] = {}  # samples of this worker's gradients, to measure noise
@@ -84,7 +83,7 @@ class Exchange:
             units = tuple(unit for unit in units if not left.issuperset(tensor.name for tensor in unit.tensors))
         if units:
             self.launch(bucket.name, units)
-            self._begin_second_rounds()
+            self._begin_later_rounds()
 
     def launch_rest(self) -> None:
         """Launch all remaining buckets."""
@@ -97,7 +96,7 @@ class Exchange:
         for label, units in messages:
             self.launch(label, units)
         if len(messages) == 1:  # one of the messages of a backward pass
-            self._begin_second_rounds()
+            self._begin_later_rounds()
 
     def launch(self, name: str, units: tuple[Unit, ...]) -> None:
         """Send units as one message per round."""
@@ -118,16 +117,16 @@ class Exchange:
             else:
                 self._switch(label, part)
 
-    def _begin_second_rounds(self) -> None:
-        # Begin the second round of all messages but the last, while gradients are still computed. This depends on the
+    def _begin_later_rounds(self) -> None:
+        # Begin the next round of all messages but the last, while gradients are still computed. This depends on the
         # messages alone, so all workers send in one order. Not for workers in lockstep, which must all post a message
         # before one waits; nor on devices, whose computation would wait; nor where a thread pool sends.
         setup = self._setup
         if setup.transport.lockstep or setup.xp.tracing or not setup.xp.on_host or setup.offload is not None:
             return
-        for flight in self._flights[self._followed : -1]:
-            self._followed += 1
-            if flight.several:
+        for flight in self._flights[:-1]:
+            if flight.begun < flight.rounds:
+                flight.begun += 1
                 with setup.xp.quiet():
                     flight.scheduler.advance()
 

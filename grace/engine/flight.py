@@ -37,6 +37,8 @@ class Flight:
     ):
         self._setup, self.flat, self.levels, self.layout = setup, flat, levels, layout
         self.step = setup.step.read()
+        self.begun = 1
+        """Number of rounds begun before the end of the backward pass."""
         self.plain = dict.fromkeys(unit for unit in layout.rest if setup.plain(unit, levels[unit]))
         """Units that travel uncompressed, each as an array of its own: an ordered set."""
         xp = setup.xp
@@ -62,13 +64,13 @@ class Flight:
                 raise
 
     @property
-    def several(self) -> bool:
-        """Whether it sends messages after the first one."""
+    def rounds(self) -> int:
+        """Number of rounds that it sends for certain."""
         layout, ways = self.layout, self._setup.ways
         each = [ways.at(unit.name, self.levels[unit]) for unit in layout.rest if unit not in self.plain]
         agreed = any(way.method.compressor.traits.combine is Combine.AGREED for way in each)
         rounds = [way.communicator.rounds for way in each] + [grouped.group.rounds for grouped in layout.groups]
-        return agreed or max(rounds, default=1) > 1
+        return max([1 + agreed, *rounds])
 
     def _program(self, unit: Unit) -> Program[Any]:
         setup, level = self._setup, self.levels[unit]

@@ -52,6 +52,11 @@ class Buffers:
         self.write_all(parts, arrays)
         return whole, parts
 
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        """The vector of `copies`, also of immutable arrays."""
+        xp = self._xp
+        return self.copies(arrays)[0] if xp.mutable else xp.concat([xp.reshape(array, (-1,)) for array in arrays])
+
     def parts(self, whole: Array, arrays: Sequence[Array]) -> Sequence[Array]:
         """The parts of a vector that have the sizes and shapes of these arrays."""
         xp, shapes = self._xp, [self._xp.shape(array) for array in arrays]

@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from grace.backends.base import HOSTED, PIECE, Array, Backend
 from grace.backends.linalg import Linalg
@@ -132,7 +133,8 @@ class TensorflowBackend(Backend):
     def reshape(self, x: Array, shape: Any) -> Array:
         # Operations that change nothing would be most of a large exchange's graph.
         flat = x.shape.rank == 1 and isinstance(shape, tuple) and len(shape) == 1
-        return x if flat and type(shape[0]) is int and shape[0] in (-1, x.shape[0]) else tf.reshape(x, shape)
+        same = flat and type(shape[0]) is int and shape[0] in (-1, x.shape[0])
+        return x if same or tuple(x.shape) == shape else tf.reshape(x, shape)
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return arrays[0] if len(arrays) == 1 else tf.concat(arrays, axis)
@@ -360,7 +362,9 @@ class VariableCell:
     """A cell that a traced function reads and writes at run time."""
 
     def __init__(self, value: Array):
-        self.variable = tf.Variable(value, trainable=False, dtype=tf.int64 if isinstance(value, int) else None)
+        # Not by tf.Variable: a tf.function whose first trace makes one, such as Keras's, traces all of its body twice.
+        dtype = tf.int64 if isinstance(value, int) else None
+        self.variable = ResourceVariable(value, trainable=False, dtype=dtype)
 
     def read(self) -> Array:
         return self.variable.read_value()

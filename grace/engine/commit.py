@@ -30,6 +30,7 @@ class Commit:
         self._flat, self._levels = flight.flat, flight.levels
         self.skipped = 0
         self._plain = flight.plain
+        self._counted: dict[str, list[int]] = {}  # bytes of units that were exchanged together, in graphs
         self._holders = self._count_holders(gradients)
         self._marks = self._marked_means()
         self._all_finite = self._look_at_marks()
@@ -40,7 +41,7 @@ class Commit:
         dense = iter(self._results.pop(DENSE, ()))
         means: dict[str, Array | None] = {}
         for each in self._flight.layout.groups:
-            means |= self._group_means(each)
+            means |= self._hosted_means(each) if each.hosted else self._group_means(each)
         for whole in self._flight.layout.joined:
             means |= self._joined_means(whole)
         for unit in self._flight.layout.rest:
@@ -72,7 +73,39 @@ class Commit:
         left_out = {DENSE, *(each.name for each in layout.groups), *(each.name for each in layout.joined)}
         asked = [(name, *rest) for name, *rest in self._flight.scheduler.asked if name not in left_out]
         units = [*(unit.name for unit in layout.rest), *self._results]
-        return setup.meter.count(units, asked, setup.transport.group_rank, sizes)
+        return {**setup.meter.count(units, asked, setup.transport.group_rank, sizes), **self._counted}
+
+    def _count(self, counts: dict[str, list[int]]) -> None:
+        # Count the bytes of units that are exchanged together: a graph counts when it runs.
+        if self._setup.xp.traced:
+            self._counted |= counts
+        else:
+            self._setup.meter.repeat(counts)
+
+    def _hosted_means(self, grouped: Grouped) -> dict[str, Array | None]:
+        # The means of the tensors of a group that keeps its state at once.
+        setup, group, units, options = self._setup, grouped.group, grouped.units, self._setup.options
+        judged = self._judged(units[0])
+        held = [not self._absent(unit) for unit in units] if self._holders else None
+        shapes = [unit.shape if len(unit.tensors) == 1 else (unit.size,) for unit in units]
+        landed = self._results.pop(grouped.name)
+        found, ok, state = group.finish(landed, held, judged, options.nonfinite == "zero", shapes)
+        if judged and (options.nonfinite == "raise" or any(setup.store.carried(unit) is not None for unit in units)):
+            self._look_at_each(units, ok)
+        group.store(state)
+        self._count(grouped.counts)
+        means: dict[str, Array | None] = {}
+        for unit, mean in zip(units, found, strict=True):
+            means |= self._by_tensor(unit, mean)
+        return means
+
+    def _look_at_each(self, units: Sequence[Unit], ok: Array) -> None:
+        # ``ok``: whether the mean of each unit is finite, bool[units].
+        for number, unit in enumerate(units):
+            if self._setup.options.nonfinite == "raise":
+                self._setup.xp.require(ok[number], NOT_FINITE.format(unit.name))
+            if not self._absent(unit):
+                self._setup.store.commit_carried(unit, ok[number], self._flat[unit])
 
     def _group_means(self, grouped: Grouped) -> dict[str, Array | None]:
         # The means of a group's tensors, in the memory of their gradients.
@@ -91,8 +124,8 @@ class Commit:
             for number, unit in enumerate(units):
                 setup.store.commit_carried(unit, ok is None or ok[number], self._flat[unit])
         vectors = [self._flat[unit] for unit in units]
-        group.finish(landed, grouped.addresses(setup.xp, self._flat), ok)
-        setup.meter.repeat(grouped.counts)
+        group.finish(landed, grouped.places(self._flat), ok)
+        self._count(grouped.counts)
         if grouped.names and finite is None and not self._holders:
             return self._shaped(grouped.names, vectors, [unit.shape for unit in units])
         means: dict[str, Array | None] = {}
@@ -107,7 +140,7 @@ class Commit:
         parts = xp.buffers.parts(mean, [self._flat[unit] for unit in joined.units])
         if not joined.counts:
             self._count_joined(joined)
-        self._setup.meter.repeat(joined.counts)
+        self._count(joined.counts)
         if self._setup.options.nonfinite == "poison" and not self._holders and not self._setup.store.carries:
             shapes = [unit.shape for unit in joined.units]
             return self._shaped(joined.names, parts, shapes)

@@ -12,7 +12,7 @@ from grace.engine.flight import Flight
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
 from grace.engine.setup import PRESENT, SAMPLE, Setup
-from grace.engine.vectors import flattened, joined, of_group, of_joined
+from grace.engine.vectors import flattened, joined, of_group, of_joined, whole
 
 
 class Exchange:
@@ -30,7 +30,7 @@ class Exchange:
         self._launched = 0  # number of launched buckets
         self._departed = False  # with a thread pool: whether all launched buckets have left it and were sent
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
-        self._samples: dict[Unit, Array] = {}  # samples of this worker's gradients, to measure noise
+        self._sampled: dict[Unit, Array] = {}  # this worker's gradients, whose samples measure noise
 
     @property
     def begun(self) -> bool:
@@ -104,10 +104,10 @@ class Exchange:
         levels = setup.levels(units)
         layout = setup.groups.of(levels)
         if (setup.defer_commit and setup.keeps_base) or (setup.options.nonfinite == "raise" and not setup.xp.traced):
-            setup.hold(units, layout)
+            setup.hold(units, layout if setup.xp.mutable else Layout(rest=units))
         flat = self._vectors(units, layout)
         if setup.schedule is None or not setup.xp.tracing:
-            self._flights.append(self._flight(name, flat, levels, layout))
+            self._flights.append(self._flight(name, flat, levels, layout, self._sample(flat)))
             return
         for number, group in enumerate(self._groups(units)):
             part = {unit: flat[unit] for unit in group}
@@ -137,21 +137,32 @@ class Exchange:
             for each in layout.groups:
                 if (found := of_group(xp, each, self.gradients, self._donated)) is not None:
                     flat.update(zip(each.units, found, strict=True))
-            for whole in layout.joined:
-                if (found := of_joined(whole, self.gradients)) is not None:
-                    flat.update(zip(whole.units, found, strict=True))
+            for vector in layout.joined:
+                if (found := of_joined(vector, self.gradients)) is not None:
+                    flat.update(zip(vector.units, found, strict=True))
         missing = [unit for unit, x in flat.items() if x is None]
         flat.update({unit: flattened(xp, unit, self.gradients, self._donated) for unit in missing})
         self._show_policy(flat, ("rank0", "mean"))
-        if setup.probe is not None and setup.measures_noise:
-            self._samples |= {unit: setup.probe.sample(unit.name, x) for unit, x in flat.items() if not unit.dense}
+        if setup.measures_noise:
+            self._sampled |= {unit: x for unit, x in flat.items() if not unit.dense}
         flat.update({unit: setup.store.with_carried(unit, flat[unit]) for unit in missing})
         return flat
 
-    def _flight(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], layout: Layout) -> Flight:
-        samples = {unit: self._samples[unit] for unit in flat if unit in self._samples} if self._samples else {}
+    def _flight(
+        self,
+        name: str,
+        flat: Mapping[Unit, Array],
+        levels: Mapping[Unit, int],
+        layout: Layout,
+        sample: Array | None = None,
+    ) -> Flight:
         last = self._flights[-1].scheduler if self._flights else None
-        return Flight(self._setup, name, flat, levels, layout, self._presence(flat), samples, last)
+        return Flight(self._setup, name, flat, levels, layout, self._presence(flat), sample, last)
+
+    def _sample(self, units: Iterable[Unit]) -> Array | None:
+        # The sample of these units' gradients, before an exchange overwrites them; None if noise is not measured.
+        probe, found = self._setup.probe, {unit.name: self._sampled[unit] for unit in units if unit in self._sampled}
+        return None if probe is None or not found else probe.sample(found)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
         # Units that share a switch in a graph: all units, or each compressed unit by itself and all dense ones
@@ -170,13 +181,15 @@ class Exchange:
         names = [tensor.name for unit in flat for tensor in unit.tensors]
         counted = [*(unit.name for unit in flat), *([SAMPLE] if setup.probe is not None else [])]
 
+        sample = self._sample(flat)
+
         def samples(flight: Flight) -> tuple[Array, ...]:
             return flight.scheduler.results[SAMPLE] if setup.probe is not None else ()
 
         def at(level: int) -> Callable[[], Any]:
             def exchange() -> Any:
                 levels = {unit: 0 if unit.dense else level for unit in flat}
-                flight = self._flight(f"{name}.level{level}", flat, levels, Layout(rest=tuple(flat)))
+                flight = self._flight(f"{name}.level{level}", flat, levels, setup.groups.of(levels), sample)
                 while not flight.scheduler.advance():
                     pass
                 means, counts = self._commit(flight)
@@ -187,7 +200,7 @@ class Exchange:
 
         index = setup.schedule.index(next(iter(flat)).name)
         means, rows, exact_means = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
-        setup.meter.add({name: setup.xp.integers(rows[number]) for number, name in enumerate(counted)})
+        setup.meter.add_rows(counted, rows)
         found = dict(zip(names, means, strict=True))
         self._switched.update(found)
         if setup.probe is not None:
@@ -283,13 +296,12 @@ class Exchange:
 
     def _show_probe(self, flat: Iterable[Unit], exact: Array, means: Mapping[str, Array | None]) -> None:
         # ``exact``: the exact means of all samples, concatenated.
-        setup = self._setup
+        setup, xp = self._setup, self._setup.xp
         assert setup.schedule is not None
         assert setup.probe is not None
-        units = [unit for unit in flat if unit in self._samples]
-        parts = setup.xp.split(exact, [setup.probe.count(unit.name) for unit in units])
-        for unit, part in zip(units, parts, strict=True):
-            mean = joined(setup.xp, unit, means)
-            if mean is not None:
-                feeds_back = setup.schedule.feeds_back(unit.name)
-                setup.probe.observe(unit.name, part, mean, feeds_back)
+        found = {unit.name: whole(xp, unit, means) for unit in flat if unit in self._sampled}
+        if any(mean is None for mean in found.values()):
+            parts = xp.split(exact, list(map(setup.probe.count, found)))
+            exact = xp.concat([part for part, mean in zip(parts, found.values(), strict=True) if mean is not None])
+        if present := {name: mean for name, mean in found.items() if mean is not None}:
+            setup.probe.observe(exact, present, setup.schedule.feeds_back(list(present)))

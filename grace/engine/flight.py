@@ -21,7 +21,7 @@ class Flight:
 
     ``flat``: each unit's vector, whose memory the mean may take. ``levels``: each unit's policy level. ``layout``: the
     groups among the units. ``presence``: header and gradient flags, which are summed over the workers; empty: none.
-    ``samples``: elements of some units, to average exactly. ``last``: the message before this one.
+    ``sample``: elements of some units, float32[n], to average exactly. ``last``: the message before this one.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Flight:
         levels: Mapping[Unit, int],
         layout: Layout,
         presence: Sequence[float] = (),
-        samples: Vectors | None = None,
+        sample: Array | None = None,
         last: RoundScheduler | None = None,
     ):
         self._setup, self.flat, self.levels, self.layout = setup, flat, levels, layout
@@ -44,7 +44,7 @@ class Flight:
         xp = setup.xp
         programs: dict[str, Program[Any]] = {}
         for each in layout.groups:
-            programs[each.name] = each.group.exchange(each.addresses(xp, flat), self.step)
+            programs[each.name] = each.group.exchange(each.places(flat), self.step)
         programs |= {unit.name: self._program(unit) for unit in layout.rest if unit not in self.plain}
         programs |= {each.name: self._joined(each) for each in layout.joined}
         if self.plain:
@@ -52,8 +52,8 @@ class Flight:
             programs[DENSE] = _reduced(tuple(sent), "mean")
         if presence:
             programs[PRESENT] = _first(_reduced((xp.asarray(presence, "float32"),), "sum"))
-        if samples:
-            programs[SAMPLE] = _reduced((xp.concat(list(samples.values())),), "mean")
+        if sample is not None:
+            programs[SAMPLE] = _reduced((sample,), "mean")
         with xp.quiet():
             before = None if last is None or last.depart() else last
             label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow accepts
@@ -80,11 +80,12 @@ class Flight:
 
     def _joined(self, joined: Joined) -> Program[Array]:
         setup, way = self._setup, joined.way
-        whole, _ = setup.xp.buffers.copies([self.flat[unit] for unit in joined.units])
+        whole = setup.xp.buffers.joined([self.flat[unit] for unit in joined.units])
         if way is None:
             return _first(_reduced((whole,), "mean", True))
         ctx = setup.context(joined.units[0], self.step)._with(name=joined.name, shape=tuple(whole.shape))
-        return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), whole)
+        out = whole if setup.xp.mutable else None
+        return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), out)
 
     def undo(self) -> None:
         """Keep the groups' state from before the exchange, unless it has been committed."""
@@ -102,7 +103,7 @@ def _first(program: Program[tuple[Array, ...]]) -> Program[Array]:
     return found
 
 
-def _decoded(program: Program[tuple[Any, Any]], out: Array) -> Program[Array]:
-    # The mean of a program without a state, in memory that it no longer needs.
+def _decoded(program: Program[tuple[Any, Any]], out: Array | None) -> Program[Array]:
+    # The mean of a program without a state, in memory that it no longer needs, if there is some.
     mean, _ = yield from program
     return mean.array(out) if isinstance(mean, Undecoded) else mean

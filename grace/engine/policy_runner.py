@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from time import perf_counter
@@ -108,11 +108,14 @@ class Schedule:
         sums = [self._sums[name]] if (self.watching or self._xp.tracing) and name in self._sums else []
         return [*sums, *self.probe.cells(name)] if self.probe is not None and measured else sums
 
-    def feeds_back(self, name: str) -> Any:
-        """1 if error feedback adds the error of a tensor's mean to later steps, else 0; graphs read it at run time."""
+    def feeds_back(self, names: Sequence[str]) -> Sequence[float] | Array:
+        """1 if error feedback adds the error of a tensor's mean to later steps, else 0.
+
+        Graphs read it at run time, as float32[1], for tensors that share a level.
+        """
         if self._feeding is not None:
-            return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
-        return self._feeds_back[self.level(name)]
+            return self._xp.take(self._feeding, self._xp.reshape(self.index(names[0]), (1,)))
+        return [self._feeds_back[self.level(name)] for name in names]
 
     @cached_property
     def _feeds_back(self) -> list[float]:

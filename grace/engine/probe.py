@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grace.backends.base import Backend
@@ -34,6 +34,7 @@ class NoiseProbe:
 
     def __init__(self) -> None:
         self._xp: Any = None
+        self._on: Any = None  # the backend that computes
         self._positions: dict[str, Array] = {}
         self._sizes: dict[str, int] = {}
         self._held: dict[str, Any] = {}  # held errors by tensor, float32[sample]
@@ -41,10 +42,10 @@ class NoiseProbe:
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
         """Add tensors, by their numbers of elements."""
-        self._xp = xp
+        self._xp, self._on = xp, xp.host or xp
         for name, size in sizes.items():
             chosen = positions(name, size)
-            self._positions[name] = xp.asarray(chosen, "int32")
+            self._positions[name] = self._on.asarray(chosen, "int32")
             self._sizes[name] = size
             self._held[name] = xp.cell(xp.zeros(len(chosen)))
             self._sums[name] = xp.cell(xp.zeros(2))
@@ -61,26 +62,56 @@ class NoiseProbe:
 
     def count(self, name: str) -> int:
         """Number of elements of a tensor's sample."""
-        return int(self._xp.shape(self._positions[name])[0])
+        return int(self._on.shape(self._positions[name])[0])
 
-    def sample(self, name: str, x: Array) -> Array:
-        """The sample, float32, of a tensor of any float dtype."""
-        return self._xp.cast(self._xp.take(x, self._positions[name]), "float32")
+    def sample(self, tensors: Mapping[str, Array]) -> Array:
+        """The samples of tensors of any float dtype and shape, as one float32 vector."""
+        names = list(tensors)
 
-    def observe(self, name: str, exact: Array, mean: Array, feeds_back: Any) -> None:
-        """Compare one step's mean with the exact one. A step whose mean is not finite changes nothing.
+        def work(*arrays: Array) -> list[Array]:
+            return [self._on.concat([self._sample(name, x) for name, x in zip(names, arrays, strict=True)])]
 
-        ``exact``: the sample of the exact mean. ``mean``: the exchanged mean of the whole tensor. ``feeds_back``: 1 if
-        error feedback holds the error for later steps, else 0; may be traced.
+        (found,) = self._run(work, list(tensors.values()), [("float32", (sum(map(self.count, names)),))])
+        return found
+
+    def observe(self, exact: Array, means: Mapping[str, Array], feeds_back: Sequence[float] | Array) -> None:
+        """Compare one step's means with the exact ones. A mean that is not finite changes nothing.
+
+        ``exact``: the `sample` of the exact means. ``means``: the exchanged means, of any shape. ``feeds_back``: 1 if
+        error feedback holds a tensor's error for later steps, else 0; or float32[1] for all of them, as in graphs.
         """
-        xp, held, sums = self._xp, self._held[name], self._sums[name]
-        wanted = exact + held.read()
-        error = wanted - self.sample(name, mean)
-        rows = xp.reshape(xp.concat([error, wanted]), (2, -1))
-        row = xp.sum(rows * rows, 1)
-        ok = xp.finite(row)
-        sums.assign(xp.choose(ok, sums.read() + row, sums.read()))
-        held.assign(xp.choose(ok, error * feeds_back, held.read()))
+        xp, names, count = self._on, list(means), len(means)
+        cells = [book[name] for book in (self._held, self._sums) for name in names]
+
+        def work(exact: Array, *arrays: Array) -> list[Array]:
+            factors = feeds_back if isinstance(feeds_back, list) else [arrays[-1]] * count
+            parts = xp.split(exact, [self.count(name) for name in names])
+            new: list[list[Array]] = [[], []]
+            for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+                mean, held, sums = arrays[number : 3 * count : count]
+                wanted = part + held
+                error = wanted - self._sample(name, mean)
+                rows = xp.reshape(xp.concat([error, wanted]), (2, -1))
+                row = xp.sum(rows * rows, 1)
+                ok = xp.finite(row)
+                new[0].append(xp.choose(ok, error * factors[number], held))
+                new[1].append(xp.choose(ok, sums + row, sums))
+            return [*new[0], *new[1]]
+
+        state = [cell.read() for cell in cells]
+        made = [("float32", self._xp.shape(array)) for array in state]
+        given = [exact, *means.values(), *state, *([] if isinstance(feeds_back, list) else [feeds_back])]
+        for cell, array in zip(cells, self._run(work, given, made), strict=True):
+            cell.assign(array)
+
+    def _sample(self, name: str, x: Array) -> Array:
+        xp = self._on
+        return xp.cast(xp.take(xp.reshape(x, (-1,)), self._positions[name]), "float32")
+
+    def _run(self, work: Callable[..., list[Array]], arrays: list[Array], made: list[Any]) -> list[Array]:
+        # In a graph, one operation of the host for all tensors.
+        found: list[Array] = work(*arrays) if self._on is self._xp else self._xp.hosted(work, arrays, made)
+        return found
 
     def reset(self) -> None:
         """Zero the sums; keep the held errors."""

@@ -32,7 +32,9 @@ def flattened(xp: Any, unit: Unit, gradients: Mapping[str, Array | None], donate
 def of_group(xp: Any, grouped: Grouped, gradients: Mapping[str, Array | None], donated: Set[str]) -> list[Array] | None:
     """The vectors of a group's units, as contiguous float32 arrays of any shape; None if `flattened` must make them."""
     found = _present(grouped.names, gradients)
-    if found is None or xp.buffers.addresses(found) is None:
+    if found is None or not xp.mutable:
+        return found
+    if xp.buffers.addresses(found) is None:
         return None
     return found if grouped.name_set <= donated else list(xp.buffers.copies(found)[1])
 
@@ -54,3 +56,8 @@ def joined(xp: Any, unit: Unit, means: Mapping[str, Array | None]) -> Array | No
         return None
     flat = [xp.cast(xp.reshape(part, (-1,)), "float32") for part in parts]
     return xp.concat(flat) if len(flat) > 1 else flat[0]
+
+
+def whole(xp: Any, unit: Unit, means: Mapping[str, Array | None]) -> Array | None:
+    """`joined`, or the mean of a unit of one tensor as it is."""
+    return means.get(unit.tensors[0].name) if len(unit.tensors) == 1 else joined(xp, unit, means)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from grace.backends import Backend
 from grace.core import Context, Memory
@@ -11,9 +11,6 @@ from grace.engine.buckets import Unit
 from grace.engine.groups.cells import RowCell
 from grace.engine.levels import Way
 from grace.kernels.host import HostKernels
-
-if TYPE_CHECKING:
-    from grace.engine.groups.exchanges import Group
 
 KEPT = 64
 """Number of layouts that are kept: those of buckets, of parts of a model, of a policy's levels."""
@@ -24,18 +21,19 @@ class Grouped(NamedTuple):
 
     name: str
     """That of its program."""
-    group: Group
+    group: Any
+    """A `Group`, or a `HostedGroup` if ``hosted``."""
     units: tuple[Unit, ...]
     counts: dict[str, list[int]]
     """What `Meter` counts for an exchange."""
     names: tuple[str, ...]
     """The tensor of each unit; empty unless each has one, of float32."""
     name_set: frozenset[str]
+    hosted: bool = False
 
-    def addresses(self, xp: Any, flat: Mapping[Unit, Any]) -> list[int]:
-        """The addresses of the units' vectors."""
-        found: list[int] = xp.buffers.addresses([flat[unit] for unit in self.units])
-        return found
+    def places(self, flat: Mapping[Unit, Any]) -> Any:
+        """The units' vectors as the group takes them: see `Group.places`."""
+        return self.group.places([flat[unit] for unit in self.units])
 
 
 class Joined(NamedTuple):
@@ -86,10 +84,12 @@ class GroupBook:
 
     def of(self, levels: Mapping[Unit, int]) -> Layout:
         """The groups among these units at their levels."""
-        if not self._setup.xp.mutable:
-            return Layout(rest=tuple(levels))
-        kernels = self._setup.xp.kernels
+        xp = self._setup.xp
+        host = xp if xp.mutable else xp.host
+        kernels = None if host is None else host.kernels
         library = kernels.library if isinstance(kernels, HostKernels) else None
+        if xp.tracing:
+            return self._laid_out(levels, library)  # a group serves one exchange of a graph
         key = (library, *levels.items())
         found = self._known.pop(key, None)
         if found is None:
@@ -109,15 +109,19 @@ class GroupBook:
         for unit, level in levels.items() if library is not None else ():
             if (key := self._kind(unit, level)) is not None:
                 alike.setdefault(key, []).append(unit)
+        hosted = not setup.xp.mutable
         groups = []
         for number, ((kind, level), units) in enumerate(alike.items()):
+            if hosted and len(units) == 1:
+                continue  # its own operations copy less
             method, communicator = setup.ways[level].method, setup.ways[level].communicator
             contexts = [setup.context(unit, 0) for unit in units]
             cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
-            group = kind.make(setup.xp, library, method, communicator, contexts, cells)
+            parts = (setup.xp, library, method, communicator, contexts, cells)
+            group = _hosted(kind.make, *parts) if hosted else kind.make(*parts)
             counts = {unit.name: [*traffic, 1] for unit, traffic in zip(units, group.traffic, strict=True)}
             names = _names(units) if all(map(_simple, units)) else ()
-            groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names)))
+            groups.append(Grouped(f"(group {number})", group, tuple(units), counts, names, frozenset(names), hosted))
         joined = self._joined(levels)
         together = {unit for each in groups for unit in each.units}
         together.update(unit for each in joined for unit in each.units)
@@ -146,7 +150,7 @@ class GroupBook:
         if setup.ways.at(unit.name, level).communicator.reduce_scatters:
             return False
         memory = type(setup.method.memory)
-        return memory.after_dense_mean is Memory.after_dense_mean and not setup.store.any(unit, 0)
+        return memory.after_dense_mean is Memory.after_dense_mean and not setup.store.cells_by_key(unit, level)
 
     def _joins(self, unit: Unit, level: int) -> bool:
         # Whether a unit is compressed element by element, without a state.
@@ -175,9 +179,15 @@ class GroupBook:
         way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)
         judged = setup.store.any(unit, level) or setup.options.nonfinite != "poison"
         kind = kind_of(way.method, way.communicator, setup.context(unit, 0), cells, judged)
-        if kind is None or any(not isinstance(cell, RowCell) for cell in cells.values()):
+        if kind is None or (setup.xp.mutable and any(not isinstance(cell, RowCell) for cell in cells.values())):
             return None
         return kind, setup.ways.level(unit.name, level)
+
+
+def _hosted(*parts: Any) -> Any:
+    from grace.engine.groups.hosted import HostedGroup  # imports NumPy
+
+    return HostedGroup(*parts)
 
 
 def _simple(unit: Unit) -> bool:

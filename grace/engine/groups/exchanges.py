@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from grace.backends import Backend
 from grace.core import Array, Compressor, Context, Program
-from grace.core.collectives import AllToAll, Gather
+from grace.core.collectives import AllToAll, Collective, Gather, Reduce
 from grace.core.dtypes import ITEMSIZE
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
@@ -25,6 +26,23 @@ from grace.kernels.rows import Refused
 
 RESIDUAL = "memory/residual"
 FLOAT = ITEMSIZE["float32"]
+
+
+class Form(NamedTuple):
+    """Stands for an array that is yet to be made."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+NOTHING = Form("uint8", (0,))
+
+
+def filled(asked: Collective, arrays: Sequence[Array]) -> Collective:
+    """A collective with arrays in place of its `Form`s; for an AllToAll, one for each destination."""
+    if isinstance(asked, AllToAll):
+        return replace(asked, parts=tuple((array,) for array in arrays))
+    return replace(asked, arrays=tuple(arrays))
 
 
 class Feedback:
@@ -102,6 +120,8 @@ class Group(ABC):
 
     rounds: int
     """Number of messages that an exchange sends, one after the other."""
+    overwrites: ClassVar[bool] = False
+    """Whether an exchange writes to the vectors before `finish`, and the means to the same memory."""
 
     def __init__(
         self,
@@ -115,6 +135,17 @@ class Group(ABC):
         self.xp, self.library, self.method, self.communicator = xp, library, method, communicator
         self.contexts, self.cells = contexts, cells
         self.feedback: list[Feedback] = []
+
+    def places(self, vectors: Sequence[Array]) -> Sequence[int]:
+        """The addresses of the units' vectors."""
+        found = self.xp.buffers.addresses(vectors)
+        assert found is not None, "the vectors are contiguous"
+        return found
+
+    @property
+    @abstractmethod
+    def asked(self) -> Sequence[Collective]:
+        """What `exchange` yields, one after the other, with `Form`s in place of arrays."""
 
     @abstractmethod
     def exchange(self, x: Sequence[int], step: int) -> Program[Any]:
@@ -157,8 +188,8 @@ class CodedGroup(Group):
 
     @staticmethod
     @abstractmethod
-    def idle(xp: Backend, workers: int) -> Program[Any]:
-        """The messages of an exchange without units."""
+    def idle(workers: int) -> Sequence[Collective]:
+        """`asked` without units."""
 
     def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
         self.settle(ok)
@@ -203,6 +234,10 @@ class GatheredGroup(CodedGroup):
             cells = [each[RESIDUAL] for each in self.cells]
             self.feedback = [Feedback(self.xp, cells, self._points, [0] * len(cells))]
 
+    @property
+    def asked(self) -> Sequence[Collective]:
+        return (Gather((Form("uint8", (self._message.size,)),)),)
+
     def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
         places = np.array(x, np.int64)
         message = self._encoded(self._encoder, self.feedback[0] if self.feedback else None, places, step)
@@ -214,8 +249,8 @@ class GatheredGroup(CodedGroup):
         return None if found is None else found.tolist()
 
     @staticmethod
-    def idle(xp: Backend, workers: int) -> Program[Any]:
-        yield Gather((xp.zeros((0,), "uint8"),))
+    def idle(workers: int) -> Sequence[Collective]:
+        return (Gather((NOTHING,)),)
 
     def settle(self, ok: Sequence[bool] | None) -> None:
         for each in self.feedback:
@@ -276,6 +311,11 @@ class TwoStageGroup(CodedGroup):
             self._again_feedback = Feedback(self.xp, [cell for cell in server if cell], self._server, [0] * len(server))
         self.feedback = [each for each in (self._worker, self._again_feedback) if each is not None]
 
+    @property
+    def asked(self) -> Sequence[Collective]:
+        sent = tuple((Form("uint8", (end - begin,)),) for begin, end in self._sent.parts)
+        return AllToAll(sent), Gather((Form("uint8", self._sizes[self._rank][0]),), shapes=self._sizes)
+
     def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
         message = self._encoded(self._encoder, self._worker, self._at(x), step)
         received = yield AllToAll(tuple((message[begin:end],) for begin, end in self._sent.parts))
@@ -305,10 +345,8 @@ class TwoStageGroup(CodedGroup):
         return list(map(bool, ok))
 
     @staticmethod
-    def idle(xp: Backend, workers: int) -> Program[Any]:
-        nothing = (xp.zeros((0,), "uint8"),)
-        yield AllToAll((nothing,) * workers)
-        yield Gather(nothing, shapes=(((0,),),) * workers)
+    def idle(workers: int) -> Sequence[Collective]:
+        return AllToAll(((NOTHING,),) * workers), Gather((NOTHING,), shapes=(((0,),),) * workers)
 
     def settle(self, ok: Sequence[bool] | None) -> None:
         kept = None if ok is None else np.array(ok)[self._unit]
@@ -334,6 +372,66 @@ class TwoStageGroup(CodedGroup):
                 found[unit][0] += size
                 found[unit][1] += again
         return [(sent, received) for sent, received in found]
+
+
+class SummedGroup(Group):
+    """Sums of gradients and residuals, uncompressed, by communicator "allreduce". Nothing is left for a residual."""
+
+    rounds = 1
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._sizes = [ctx.size for ctx in self.contexts]
+        self._starts = np.cumsum([0, *self._sizes])
+        cells = [each[RESIDUAL] for each in self.cells]
+        self._table, self._which = cells[0].table, np.array([cell.number for cell in cells], np.int64)
+
+    def hold(self) -> None:
+        self._table.hold(self._which)
+
+    def undo(self) -> None:
+        pass  # the state is written at the end of an exchange
+
+    @property
+    def asked(self) -> Sequence[Collective]:
+        return (Reduce((Form("float32", (int(self._starts[-1]),)),), "mean", donated=True),)
+
+    def exchange(self, x: Sequence[int], step: int) -> Program[Array]:
+        whole = self.xp.buffers.empty((int(self._starts[-1]),))
+        parts = self._parts(self.xp.buffers.address(whole))
+        for part, mine, residual in zip(parts, self._views(x), self._views(self._table.old(self._which)), strict=True):
+            np.add(mine, residual, out=part)
+        (mean,) = yield Reduce((whole,), "mean", donated=True)
+        return mean
+
+    def finite(self, landed: Array) -> list[bool] | None:
+        starts = self.xp.buffers.address(landed) + FLOAT * self._starts[:-1]
+        if self.library.finite([int(starts[0])], [int(self._starts[-1])], 1):
+            return None
+        return [bool(self.library.finite([at], [n], 1)) for at, n in zip(starts.tolist(), self._sizes, strict=True)]
+
+    def finish(self, landed: Array, x: Sequence[int], ok: Sequence[bool] | None) -> None:
+        for part, mean in zip(self._parts(self.xp.buffers.address(landed)), self._views(x), strict=True):
+            mean[...] = part
+        kept = np.ones(len(self._sizes), bool) if ok is None else np.array(ok)
+        for residual, new in zip(self._views(self._table.new(self._which)), kept.tolist(), strict=True):
+            if new:
+                residual[...] = 0
+        self._table.advance(self._which[kept])
+
+    def _parts(self, base: int) -> list[Any]:
+        return self._views(base + FLOAT * self._starts[:-1])
+
+    def _views(self, addresses: Any) -> list[Any]:
+        # The units' vectors at these addresses.
+        return [
+            np.ctypeslib.as_array((ctypes.c_float * size).from_address(int(at)))
+            for at, size in zip(addresses, self._sizes, strict=True)
+        ]
+
+    @property
+    def traffic(self) -> list[tuple[int, int]]:
+        return [(FLOAT * size,) * 2 for size in self._sizes]
 
 
 def _point(compressor: Compressor, ctx: Context, destination: int = 0) -> Point:

@@ -15,7 +15,7 @@ from grace.compressors.powersgd import PowerSGD
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, TwoStageGroup
+from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, SummedGroup, TwoStageGroup
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
 from grace.engine.groups.machines import HierarchicalGroup
 from grace.engine.groups.recipes import recipe
@@ -50,6 +50,8 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
         return None
     if type(communicator) is Allreduce and type(compressor) is PowerSGD:
         return Kind(LowRankGroup) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
+    if type(communicator) is Allreduce and type(compressor) is NoCompression:
+        return Kind(SummedGroup) if state.keys() == {RESIDUAL} and ctx.wire == "float32" else None
     found = GROUPS.get(type(communicator))
     if found is None or (judged and not compressor.traits.nonfinite_in_payload):
         return None

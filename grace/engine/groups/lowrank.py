@@ -9,8 +9,8 @@ import numpy as np
 
 from grace.compressors.powersgd import PowerSGD
 from grace.core import Array, Program
-from grace.core.collectives import Reduce
-from grace.engine.groups.exchanges import FLOAT, RESIDUAL, Group
+from grace.core.collectives import Collective, Reduce
+from grace.engine.groups.exchanges import FLOAT, RESIDUAL, Form, Group
 from grace.kernels.rows import Copies, Rows
 
 DIRECTIONS = "compressor/q"
@@ -27,6 +27,7 @@ class LowRankGroup(Group):
     """PowerSGD with communicator "allreduce". A unit's Q is a view of one vector, and so is its P."""
 
     rounds = 2
+    overwrites = True
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
@@ -76,6 +77,10 @@ class LowRankGroup(Group):
 
     def undo(self) -> None:
         pass  # the state is written at the end of an exchange
+
+    @property
+    def asked(self) -> Sequence[Collective]:
+        return [Reduce((Form("float32", (int(ends[-1]),)),), "mean", donated=True) for ends in (self._p, self._q)]
 
     def exchange(self, x: Sequence[int], step: int) -> Program[Factors]:
         xp, address = self.xp, self.xp.buffers.address

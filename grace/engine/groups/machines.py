@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from grace.communicators.hierarchical import Hierarchical, across
 from grace.core import Array, Program
-from grace.core.collectives import AllToAll, Gather
+from grace.core.collectives import AllToAll, Collective, Gather, arrays_of
 from grace.core.sharding import shards
-from grace.engine.groups.exchanges import FLOAT, CodedGroup, Group, Landed, addresses
+from grace.engine.groups.exchanges import FLOAT, CodedGroup, Form, Group, Landed, addresses, filled
 from grace.kernels.rows import Copies
 
 
@@ -35,14 +36,22 @@ class HierarchicalGroup(Group):
         self._copies = Copies(library, self._sizes.reshape(-1))
         # A unit of few elements may have no shard for this worker, and so for none of this place.
         self._mine = np.flatnonzero(self._sizes[:, self._place]).tolist()
-        self._kind, self._between = between, None
+        self._between = None
+        asked = between.idle(contexts[0].world_size // self._size)
         self.rounds = 2 + between.rounds
         if self._mine:
             crossing = [machine.cross(method, contexts[unit], self._place) for unit in self._mine]
             self._between = between(xp, library, method, machine.outer, crossing, [cells[unit] for unit in self._mine])
-        self._total: Array = (
-            None  # the machine's means of this worker's shards; encoding may swap the old residuals into it
-        )
+            asked = self._between.asked
+        self._crossing = [replace(each, group="cross") for each in asked]
+        # the machine's means of this worker's shards; encoding them may swap the old residuals into it
+        self._total: Array = None
+
+    @property
+    def asked(self) -> Sequence[Collective]:
+        sent = tuple((Form("float32", (stop - start,)),) for start, stop in pairwise(self._bounds.tolist()))
+        slots = Form("float32", (int(self._sizes[:, 0].sum()),))
+        return AllToAll(sent, "node"), *self._crossing, Gather((slots,), group="node")
 
     def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
         xp, address = self.xp, self.xp.buffers.address
@@ -55,7 +64,8 @@ class HierarchicalGroup(Group):
         self._total = total / self._size
         mean = xp.zeros((int(self._sizes[:, 0].sum()),))
         if self._between is None:
-            yield from across(self._kind.idle(xp, self.contexts[0].world_size // self._size))
+            for each in self._crossing:
+                yield filled(each, [xp.zeros(form.shape, form.dtype) for form in arrays_of(each)])
         else:
             sums = address(self._total) + FLOAT * self._begins[:, self._place]
             means = address(mean) + FLOAT * self._slots

@@ -139,7 +139,7 @@ def _name(rank: int, size: int) -> str:
 
 
 def _listed(here: Path) -> list[Path]:
-    # The folder's contents; empty if there is no folder, or if another worker has just removed it.
+    # Returns the folder's contents, which are empty if there is no folder, or if another worker has just removed it.
     try:
         return list(here.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +164,7 @@ def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
 
 
 def _whole(here: Path) -> list[Path]:
-    # The files of all workers of a run; empty if some are missing.
+    # Returns the files of all workers of a run; none if some are missing.
     for size in sorted({int(match[2]) for each in _listed(here) if (match := FILE.fullmatch(each.name))}):
         paths = [here / _name(rank, size) for rank in range(size)]
         if all(path.exists() for path in paths):
@@ -173,7 +173,7 @@ def _whole(here: Path) -> list[Path]:
 
 
 def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int, list[Path]]:
-    # The files that this worker would read, by step.
+    # Returns the files that this worker would read, by step.
     found = {}
     for number, here in _numbered(folder):
         own = here / _name(rank, size)

@@ -159,7 +159,8 @@ class _Carrying:
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def _follow(self) -> None:
-        # Called once all workers have joined, surviving ones with their states: agree on a commit, and load its states.
+        # Called once all workers have joined, surviving ones with their states: agree on a commit, and load the states
+        # of this commit.
         transport: Any = get_transport("horovod").bind(get_backend(self.toolkit))
         transport.timeout = self.grace.options.timeout
         places = [[state[key] for key in ("step", "world_size", "rank")] for state in self._commits]

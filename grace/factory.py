@@ -87,7 +87,8 @@ def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(rest: dict[str, Any]) -> Communicator:
-    # The communicator for a plan: a file name, or its content. Without a policy, only worker 0 needs the file.
+    # Returns the communicator for a plan, which is a file name or the content of a file. Without a policy, only worker
+    # 0 needs the file.
     from grace.communicators.planned import Planned
     from grace.communicators.planned.table import PlanTable, leveled_params
     from grace.planner.plan import from_dict

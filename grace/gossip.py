@@ -90,7 +90,7 @@ def _ordered(i: int, j: int) -> tuple[int, int]:
 
 # -- mixings -----------------------------------------------------------------------------------------------------------
 class Mixing(ABC):
-    """Defines how neighbours' tensors approach each other. A frozen dataclass, pure as a compressor.
+    """Defines how neighbours' tensors approach each other. A frozen dataclass, pure like a compressor.
 
     A law: the changes at both ends of an edge cancel out, so that the workers' sum is preserved.
     Arguments: ``x``, a tensor as float32[n]; ``near``, this worker's neighbours.
@@ -106,7 +106,7 @@ class Mixing(ABC):
 
 
 def swap(parts: Mapping[int, Payload], ctx: Context) -> Program[list[Payload]]:
-    """Send ``parts``, payloads by neighbour's rank; return theirs in this order. Shapes at both ends must agree."""
+    """Send ``parts``, payloads by neighbour's rank; return the neighbours' payloads, of equal shapes, in this order."""
     received = yield AllToAll(tuple(parts.get(worker, ()) for worker in range(ctx.world_size)), mutual=True)
     return [received[peer] for peer in parts]
 
@@ -184,24 +184,24 @@ class PowerGossip(Mixing):
             for edge, basis, product, (other,) in zip(near, bases, mine, received, strict=True):
                 towards = other - product
                 change = change + (self.gamma * edge.weight) * (basis @ towards if left else towards @ basis)
-                if self.warm_start:  # flip the sign at one end: both store the same factor
+                if self.warm_start:  # flip the sign at one end, so that both store the same factor
                     state[f"{edge.peer}/{'q' if left else 'p'}"] = towards if ctx.rank > edge.peer else -towards
             matrix = matrix + change
         return xp.reshape(matrix, (-1,)), state
 
     def _sizes(self, ctx: Context) -> tuple[int, int, int]:
-        # Rows, columns and rank of the matrix; its shape is split where the sum of rows and columns is smallest.
+        # Returns rows, columns and rank of the matrix. A tensor's shape is split where rows + columns is smallest.
         cuts = [math.prod(ctx.shape[:cut]) for cut in range(1, len(ctx.shape))]
         a = min(cuts, key=lambda a: a + ctx.size // a)
         return a, ctx.size // a, min(self.rank, a, ctx.size // a)
 
     def _drawn(self, count: int, r: int, edge: Edge, ctx: Context) -> Array:
-        # float32[r, count]: random directions, equal at both ends of an edge.
+        # Returns float32[r, count]: random directions, equal at both ends of an edge.
         low, high = _ordered(ctx.rank, edge.peer)
         return ctx.xp.reshape(ctx.stage(f"{low}-{high}").shared_rng("gossip").normal(r * count), (r, count))
 
     def _basis(self, left: bool, state: State, edge: Edge, ctx: Context) -> Array:
-        # Orthonormal directions: float32[a, r] on the left, float32[r, b] on the right.
+        # Returns orthonormal directions: float32[a, r] on the left, float32[r, b] on the right.
         xp, (a, b, r) = ctx.xp, self._sizes(ctx)
         count = a if left else b
         if self.warm_start:

@@ -28,7 +28,8 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     inside another one thus comes first. Without an initialised group it calls
     ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables, of which
     ``LOCAL_RANK`` is this worker's number on its machine; when Python exits, it destroys that group unless the script
-    has. With CUDA it selects the GPU of the local rank. Worker 0 prints one line to stderr: the launcher, and why.
+    has done so. With CUDA it selects the GPU of the local rank. Worker 0 prints one line to stderr: the launcher, and
+    why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's
@@ -99,7 +100,8 @@ def _leave(group: Callable[[], Any]) -> None:
 
 
 def _set_local_rank(rank: int) -> None:
-    # Sets the variable, over one that a batch script exported, and selects the GPU. -1: unknown.
+    # Sets the variable, even if a batch script exported another value, and selects the GPU. Does nothing if the rank is
+    # -1, which means unknown.
     if rank < 0:
         return
     os.environ["LOCAL_RANK"] = str(rank)
@@ -111,7 +113,7 @@ def _set_local_rank(rank: int) -> None:
 def _lay_out(job: Job, transport: Transport) -> None:
     # Set torchrun's variables that tell which workers share a machine. Other launchers may assign ranks to machines in
     # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as if they
-    # were on one machine. A launcher that tells no local ranks: they follow from the hosts.
+    # were on one machine. If a launcher tells no local ranks, they follow from the hosts.
     if job.launcher == "torchrun" and job.local_rank >= 0 and job.local_size > 0:
         return
     mine = [job.local_rank, job.local_size, socket.gethostname()]
@@ -139,7 +141,7 @@ def exchange(transport: Transport, text: str) -> list[str]:
 
 
 def _ray() -> int | None:
-    """The number of workers of the Ray Train job that this process belongs to; None outside of one."""
+    """The number of workers of the Ray Train job that this process belongs to; None outside such a job."""
     if (train := sys.modules.get("ray.train")) is None:
         return None
     try:

@@ -131,7 +131,8 @@ def _mean(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: int) -> tuple[float, float]:
-    # Seconds of this worker's thread: until a tensor's first message was sent, and from then on without waiting.
+    # Returns median seconds of this worker's thread: those until a tensor's first message was sent, and those after
+    # that, without the time of waiting.
     import numpy as np
 
     from grace.bench.plan import SCALE
@@ -162,7 +163,7 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
 def _scaled(
     codec: Codec, sizes: Sequence[int], found: Sequence[tuple[float, float]], message: Rate, workers: int, source: str
 ) -> Codec:
-    # The codec with measured seconds; how decoding depends on the number of payloads is unchanged.
+    # Returns the codec with measured seconds. How decoding depends on the number of payloads is unchanged.
     count = 1 if _summed(codec) else workers
     encode, decode, piece = [], [], []
     for size, (before, after) in zip(sizes, found, strict=True):

@@ -188,7 +188,7 @@ def same_bits(run: Run) -> dict[str, Any]:
 
 
 def _steps(method: Method, xp: Any, n: int) -> list[Any]:
-    # Payload, residual and mean of two steps, as NumPy arrays.
+    # Returns payload, residual and mean of two steps, as NumPy arrays.
     ctx = Context(xp, "w", (n,), lr=lambda: 0.1)
     state, found = method.init(ctx), []
     for step in range(2):
@@ -201,7 +201,8 @@ def _steps(method: Method, xp: Any, n: int) -> list[Any]:
 
 
 def _ulps(a: Any, b: Any) -> float:
-    # The largest difference between floats, in units in the last place of the largest; infinite for different integers.
+    # Returns the largest difference between floats, in units in the last place of the largest float; infinity if
+    # integers differ.
     if a.dtype != np.float32:
         return 0.0 if np.array_equal(a, b) else math.inf
     unit = np.spacing(np.max(np.abs(b), initial=np.float32(1e-30)))
@@ -247,7 +248,7 @@ def times(run: Run, seconds: float) -> dict[str, Any]:
 def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     """Time steps of two processes on one device, for two models, over gloo and, on a GPU, NCCL."""
     rows, left_out = [], []
-    # NCCL usually refuses two processes on one device at once, which leaves its time to gloo.
+    # NCCL usually rejects two processes on one device immediately, which leaves its time to gloo.
     networks = ("nccl", "gloo") if run.data["gpu"] else ("gloo",)
     ends = time.monotonic() + seconds
     for number, network in enumerate(networks):
@@ -282,7 +283,7 @@ def _measurements(device: str, quick: bool) -> Iterator[processes.Measurement]:
 def _exchange(
     about: Mapping[str, str], xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, quick: bool
 ) -> dict[str, Any]:
-    # A row with the median milliseconds of a step, and bytes per step.
+    # Returns a row with the median milliseconds of a step, and bytes per step.
     import torch.distributed as dist
 
     flat = xp.asarray(gradient(sum(map(math.prod, shapes.values())), dist.get_rank()), "float32")
@@ -311,7 +312,7 @@ def _exchange(
 
 
 def _baseline(flat: Any) -> None:
-    # The baseline: torch's bf16_compress_hook on buckets of 25 MiB.
+    # Run the baseline: torch's bf16_compress_hook on buckets of 25 MiB.
     import torch
     import torch.distributed as dist
 

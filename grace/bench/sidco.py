@@ -293,7 +293,7 @@ def training(epochs: int, seeds: int, progress: Progress = lambda text: None) ->
 
 
 def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, tuple[list[float], list[float]]]:
-    # For each method, K / k and seconds in each step. The order of methods is random in each step.
+    # Returns, for each method, K / k and seconds in each step. The order of methods is random in each step.
     progress(f"{ratio}, all on the same gradients")
     found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in methods(ratio)}
     workers: dict[str, Worker] = {}

@@ -245,7 +245,7 @@ class Ours:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
 
     def _heard(self, part: Part) -> list[Any]:
-        # Copies of the results of this step's collectives.
+        # Returns copies of the results of this step's collectives.
         return list(copied(self.bench.xp, part.answers[self.turn % 2]))
 
     def _begin(self, part: Part) -> None:
@@ -364,7 +364,8 @@ class Ours:
         self._results, self._inputs, self._moves = [], [], []
 
     def _trace(self) -> None:
-        # All tensors in one graph, as in the integrations; results of collectives are constants in it.
+        # Trace all tensors into one graph, as the integrations do; the results of collectives are constants in this
+        # graph.
         if self.mode != "graph":
             return
         fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]

@@ -193,7 +193,7 @@ def advise_stages(
 
 
 def _schedule(context: typer.Context, sync_every: int | None, fragments: int, delay: int | None) -> Settings | None:
-    # The settings of local training; None: synchronous training.
+    # Returns the settings of local training, or None for synchronous training.
     if sync_every is None:
         inputs.alone(context, "synchronous training: without --sync-every", SCHEDULE)
         return None
@@ -249,7 +249,7 @@ def render_local(
 
 
 def _plan_command(context: typer.Context, model: str, method: str) -> str:
-    # The `grace plan` command for the same question.
+    # Returns the `grace plan` command for the same question.
     words = ["grace", "plan", model, "--compressor", method]
     for name in inputs.given(context):
         if name in SHARED:

@@ -196,7 +196,7 @@ def _tensors(run: Run) -> Table:
 
 
 def _course(run: Run, name: str) -> str:
-    # A tensor's levels over time as bars, one height per level in order of appearance.
+    # Returns a tensor's levels over time as bars, with one height per level in order of appearance.
     held = spans(run, name)
     known = list(dict.fromkeys(level for _, _, level in held))
     first, last = held[0][0], held[-1][1]

@@ -143,7 +143,7 @@ def tasks(
 
 
 def _present(toolkits: list[str]) -> list[str]:
-    # The toolkits whose packages are all installed, those of the transport included; reports the others.
+    # Returns the toolkits whose packages, and those of their transport, are all installed; reports the other toolkits.
     found = []
     for toolkit in toolkits:
         needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
@@ -158,7 +158,7 @@ def _present(toolkits: list[str]) -> list[str]:
 
 
 def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
-    # The methods for each toolkit.
+    # Returns the methods for each toolkit.
     try:
         given = list(dict.fromkeys(map(plan.known, specs or (plan.FULL if full else ()))))
     except ValueError as error:

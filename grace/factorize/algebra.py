@@ -8,7 +8,7 @@ import numpy as np
 
 
 def svd_factor(matrix: Any, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """u[rank, n] and v[m, rank] such that v @ u is the best approximation of matrix[m, n] of this rank.
+    """Return u[rank, n] and v[m, rank] whose product v @ u is the best approximation of matrix[m, n] of this rank.
 
     From W = Q S R^T: v = Q_r S_r^(1/2), u = S_r^(1/2) R_r^T, so that v^T v = u u^T = S_r (Wang et al., "Pufferfish",
     MLSys 2021, arXiv:2103.03936, section 2.3). An SVD does not determine signs: the entry of largest magnitude in each

@@ -80,7 +80,7 @@ def _walk(layer: layers.Layer, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _whole(layer: layers.Layer) -> bool:
-    # Whether a layer is treated as one, including its sublayers.
+    # Returns whether a layer is treated as a single one, together with its sublayers.
     return isinstance(layer, (*KINDS, LowRank)) or _low_rank_lstm(layer)
 
 
@@ -246,7 +246,8 @@ def _renamed(model: layers.Layer, change: Callable[[str, layers.Layer], bool]) -
 
 
 def _pairs(old: Sequence[str], new: Sequence[str]) -> NameMap:
-    # kernel <-> u/kernel, v/kernel; bias <-> v/bias; in an LSTM kernel <-> kernel_u, kernel_v, while bias is unchanged.
+    # Maps kernel to u/kernel and v/kernel, and bias to v/bias, or the reverse. An LSTM's kernel becomes kernel_u and
+    # kernel_v, while its bias is unchanged.
     def role(path: str) -> str:
         name = path.rpartition("/")[2]
         return name.removesuffix("_u").removesuffix("_v")

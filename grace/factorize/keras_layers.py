@@ -104,8 +104,8 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     @staticmethod
     def _dropped(x: Any, mask_of: Callable[[Any], Any], rate: float) -> Any:
-        # Keras uses one mask for all gates, or with recurrent dropout a list of four masks: then the result has shape
-        # [n, 4, width].
+        # Keras uses one mask for all gates, or with recurrent dropout a list of four masks, in which case the result
+        # has shape [n, 4, width].
         if not 0 < rate < 1:
             return x
         mask = mask_of(x)
@@ -147,7 +147,7 @@ class LowRankMultiHeadAttention(layers.MultiHeadAttention):
 
 # -- shared helpers -------------------------------------------------------------------------------------------------
 def _pair(layer: layers.Layer, rank: int) -> tuple[layers.Layer, layers.Layer]:
-    # The layers u and v, unbuilt, with the settings of a dense layer.
+    # Returns the layers u and v, unbuilt, with the settings of a dense layer.
     config = {key: value for key, value in layer.get_config().items() if key not in ("lora_rank", "lora_alpha")}
     narrow = {**config, "name": "u", "activation": None, "activity_regularizer": None}
     wide = {**config, "name": "v", "activity_regularizer": None}
@@ -178,7 +178,7 @@ def kernel_axes(equation: str) -> tuple[str, str, str, str] | None:
 
 
 def _equations(equation: str, rank: int) -> tuple[str, str, tuple[int | None, ...]]:
-    # The equations of u and v, and the output shape of u.
+    # Returns the equations of u and v, and the output shape of u.
     axes = kernel_axes(equation)
     assert axes is not None
     inputs, _, columns, rows = axes
@@ -191,7 +191,7 @@ def _equations(equation: str, rank: int) -> tuple[str, str, tuple[int | None, ..
 
 
 def _matrix(layer: layers.Layer) -> np.ndarray:
-    # The kernel of a built dense layer as [outputs, inputs].
+    # Returns the kernel of a built dense layer as [outputs, inputs].
     kernel = np.asarray(layer.kernel)
     if isinstance(layer, layers.EinsumDense):
         _, labels, columns, rows = kernel_axes(layer.equation) or ("", "", "", "")
@@ -201,7 +201,7 @@ def _matrix(layer: layers.Layer) -> np.ndarray:
 
 
 def _factors(weight: np.ndarray, rank: int, init: str) -> tuple[np.ndarray, np.ndarray]:
-    # u[rank, n] and v[m, rank] for weight[m, n].
+    # Returns u[rank, n] and v[m, rank] for weight[m, n].
     if init == "svd":
         return svd_factor(weight, rank)
     shapes = ((rank, weight.shape[1]), (weight.shape[0], rank))

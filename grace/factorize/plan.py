@@ -58,7 +58,7 @@ class LayerPlan:
     """Multiply-adds with the weights for the given example; None if not counted."""
     macs_after: int | None
     reason: str
-    """Why it stays unchanged; empty otherwise."""
+    """Why the layer stays unchanged; empty if it is factorised."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _planned(layer: Layer, ranks: tuple[int, ...], reason: str, positions: Seque
 
 
 def _matching(names: Sequence[str], patterns: str | Iterable[str], key: str) -> set[str]:
-    # The layers that match. A pattern is a layer's name, the name of a parent, or an fnmatch pattern.
+    # Returns the layers that match. A pattern is a layer's name, the name of a parent, or an fnmatch pattern.
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         below = (f"{pattern}.", f"{pattern}/")

@@ -104,7 +104,8 @@ class LowRankLSTM(nn.Module):
                 self.register_parameter(f"bias_{suffix}", nn.Parameter(zeros))
 
     def _stacks(self) -> list[tuple[str, str, int]]:
-        # For each stack of four matrices, in nn.LSTM's order: (end of its name, end of its bias's name, input width).
+        # Returns, for each stack of four matrices in nn.LSTM's order, the end of its name, the end of its bias's name,
+        # and the input width.
         stacks = []
         for layer, direction in self._passes():
             below = self.input_size if layer == 0 else self.hidden_size * (2 if self.bidirectional else 1)
@@ -281,7 +282,7 @@ class LowRankMultiheadAttention(nn.Module):
     def _mask(
         self, q: torch.Tensor, k: torch.Tensor, attention: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor | None:
-        # The additive mask of the scores, [n, heads or 1, targets or 1, sources].
+        # Returns the additive mask of the scores, [n, heads or 1, targets or 1, sources].
         masks = []
         if attention is not None:
             shape = (1, 1) if attention.dim() == 2 else (len(q), self.num_heads)
@@ -344,7 +345,7 @@ LOW_RANK = (LowRank, LowRankLSTM, LowRankMultiheadAttention)
 
 # -- shared helpers -------------------------------------------------------------------------------------------------
 def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, torch.Tensor]:
-    # u[rank, n] and v[m, rank] for weight[m, n], with its dtype and device.
+    # Returns u[rank, n] and v[m, rank] for weight[m, n], with the weight's dtype and device.
     weight = weight.detach()
     like = {"dtype": weight.dtype, "device": weight.device}
     if init == "svd":
@@ -360,7 +361,7 @@ def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, 
 
 
 def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, nn.Module]:
-    # The layers u and v with these weights and bias, and the settings of a dense layer.
+    # Returns the layers u and v with these weights and bias, and the settings of a dense layer.
     rank = len(u)
     if isinstance(layer, nn.Linear):
         narrow = _bare(nn.Linear, layer, u.shape[1], rank, bias=False)

@@ -52,11 +52,12 @@ class _Codec(ctypes.Structure):
 class Codes:
     """The values of low-bit codes, as their compressor defines them.
 
-    ``kind``, one of `KINDS`. "bfloat16": the codes are numbers without scales; all other kinds have a 4-byte scale per
+    ``kind``: one of `KINDS`. "bfloat16": the codes are numbers without scales; all other kinds have a 4-byte scale per
     block. "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
-    field, int32; ``second`` is a fixed window's field, or 0. "dithered": ``first`` levels.
-    "nearest": the entries of ``table``, ascending, with float32 ``middles`` between them. A scale is the largest
-    magnitude times ``factor``. ``bits``: those of a code. ``table``: the value of each code, unless it is computed.
+    field, int32; ``second`` is that of a fixed window, or 0 if each block has its own. "dithered": the codes have
+    ``first`` levels. "nearest": the values are the entries of ``table``, ascending, with float32 ``middles`` between
+    them. A scale is the largest magnitude times ``factor``. ``bits``: bits per code. ``table``: the value of each code;
+    empty if a formula gives it.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Codes:
         offsets: Address = None,
         start: int = 0,
     ) -> _Codec:
-        """The C structure for a kernel. ``keys``: round at random, by these keys' words; "fp8": by noise."""
+        """Return the C structure for a kernel. ``keys``: for stochastic rounding ("fp8" uses noise instead)."""
         noise = _Noise(table or None, offsets or None, start // 65536, start)
         addresses = ctypes.addressof(self._table), ctypes.addressof(self._buckets)
         return _Codec(*self._numbers, keys is not None, self._factor, *(keys or (0, 0)), *addresses, noise)
@@ -119,7 +120,7 @@ def _bits(x: float) -> int:
 
 
 def library(isa: str | None = None) -> Library | None:
-    """The kernels of an instruction set, by default the machine's best; None: not built, off, or unsupported."""
+    """Return the kernels of an instruction set, by default the best; None if not built, off or unsupported."""
     if isa is None:
         isa = os.environ.get("GRACE_KERNELS", "").lower()
         if isa in ("off", "0"):
@@ -147,7 +148,7 @@ def _library(isa: str) -> Library | None:
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """Load a library of `grace.kernels.build`; None: not built."""
+    """Load a library of `grace.kernels.build`; returns None if it is not built."""
     from grace.kernels import build  # not at the top: the module also runs as a program
 
     path = build.find(name)

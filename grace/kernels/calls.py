@@ -26,7 +26,7 @@ class Family:
         self._at = xp.buffers.address
 
     def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
-        # The noise table, the offsets for n elements, and the start position; all empty without rng.
+        # Returns the noise table, the offsets for n elements, and the start position; without rng, None, None and 0.
         if rng is None:
             return None, None, 0
         xp, table, start = self._xp, self._table(rng.table), rng.offset
@@ -56,8 +56,8 @@ class Family:
         alone: bool = False,
     ) -> tuple[tuple[Array, ...], Array]:
         # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``first``: leading arguments.
-        # ``how``: arguments that determine the sizes of arrays; ``more``: those after them. ``alone``: the kernel takes
-        # no residual.
+        # ``how``: arguments that determine the sizes of arrays; ``more``: the arguments after ``how``. ``alone``: the
+        # kernel takes no residual.
         xp, at, codec = self._xp, self._at, CODECS[name]
         payload: list[Array] = []
         addresses: list[int | None] = []
@@ -72,7 +72,7 @@ class Family:
         return tuple(payload), x
 
     def _source(self, x: Array, residual: Array | None) -> tuple[int, int | None, int | None]:
-        # The addresses of x, the residual, and the new residual.
+        # Returns the addresses of x, the residual, and the new residual.
         address = self._at(x)
         return address, self._at(residual), None if residual is None else address
 
@@ -86,7 +86,7 @@ class Family:
         sizes: Sequence[tuple[str, int | None]] | None = None,
         first: tuple[Any, ...] = (),
     ) -> Array:
-        # The mean of payloads, with one of `schema.CODECS`; arguments as in `_encode`.
+        # Returns the mean of payloads, with one of `schema.CODECS`; arguments as in `_encode`.
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         getattr(self.library, codec.mean)(*first, *columns, len(kept), self._at(out), *how, *more, xp.threads)
@@ -96,7 +96,8 @@ class Family:
         return self._xp.buffers.empty(n) if out is None else out
 
     def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
-        # The checked payloads, and for each payload array its addresses by worker; None if it is absent.
+        # Returns the checked payloads, and for each payload array its addresses by worker, or None if the array is
+        # absent.
         kept = fitted(self._xp, payloads, *[each for each in sizes if each[1] is not None])  # type: ignore[arg-type]
         columns: list[Any] = self._columns(kept)
         if len(columns) < len(sizes):
@@ -119,7 +120,7 @@ class Family:
 
 
 def encoder(name: str) -> Callable[..., tuple[tuple[Array, ...], Array]]:
-    """The method ``encode(x, residual, *attributes)`` of a row of `schema.CODECS`: the payload and new residual."""
+    """Return the method ``encode(x, residual, *attributes)`` for one of `schema.CODECS`."""
 
     def encode(self: Family, x: Array, residual: Array | None, *how: Any) -> tuple[tuple[Array, ...], Array]:
         return self._encode(name, x, residual, (self._xp.shape(x)[0], *how))
@@ -128,7 +129,7 @@ def encoder(name: str) -> Callable[..., tuple[tuple[Array, ...], Array]]:
 
 
 def averager(name: str) -> Callable[..., Array]:
-    """The method ``mean(payloads, out, n, *attributes)`` of such a row: float32[n], in ``out`` if given."""
+    """Return the method ``mean(payloads, out, n, *attributes)`` for one of `schema.CODECS`."""
 
     def mean(self: Family, payloads: Pairs, out: Array | None, n: int, *how: Any) -> Array:
         return self._mean(name, payloads, out, (n, *how))
@@ -137,7 +138,7 @@ def averager(name: str) -> Callable[..., Array]:
 
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-    """Check the dtypes and lengths of payloads, which kernels do not: the payloads, contiguous; else ValueError."""
+    """Check the dtypes and lengths of payloads (ValueError), as kernels do not; return the payloads, contiguous."""
     if isinstance(payloads, GatheredPayloads) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
         return payloads
     for payload in payloads:

@@ -14,7 +14,7 @@ using grace::Noise;
 using grace::Out;
 using grace::NONE, grace::KEPT, grace::STREAMED, grace::SWAPPED;
 
-// Returns x + residual, for a vector of elements from i on; value_some: for `count` of them.
+// Returns x + residual for the W elements from i on; value_some: for the first `count` of them, padded with zeros.
 template <bool RESIDUAL>
 INLINE F value(const float* x, const float* residual, int64_t i) {
   if constexpr (RESIDUAL) return load(x + i) + load(residual + i);
@@ -42,7 +42,7 @@ INLINE void leave_some(const float* x, const float* residual, float* out, int64_
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Prefetches into the L2 cache. With several arrays, the hardware prefetcher comes too late.
+// Prefetches x and the residual into the L2 cache, because with several arrays the hardware prefetcher comes too late.
 template <bool RESIDUAL>
 INLINE void prefetch(const float* x, const float* residual, int64_t i) {
   __builtin_prefetch(x + i, 0, 2);
@@ -76,7 +76,7 @@ INLINE auto statistic_of(const float* x, const float* residual, int64_t n) {
 }
 
 // Computes the statistic of the next block while the current block is written, vector by vector, so that memory is
-// never idle. after: distance to the next block; 0: there is none.
+// never idle. after: distance to the next block, or 0 if there is none.
 template <class Statistic, bool RESIDUAL>
 struct Next {
   const float* x;
@@ -127,7 +127,7 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
                 : form == SWAPPED  ? f<true, SWAPPED>(__VA_ARGS__)   \
                                    : f<true, KEPT>(__VA_ARGS__)))
 
-// The same for kernels with the forms NONE, where `out` is null, and KEPT.
+// The same for kernels that support only NONE, chosen if `out` is null, and KEPT, chosen otherwise.
 #define KEPT_FORMS(f, ...)                                                       \
   (!residual ? (out ? f<false, KEPT>(__VA_ARGS__) : f<false, NONE>(__VA_ARGS__)) \
              : (out ? f<true, KEPT>(__VA_ARGS__) : f<true, NONE>(__VA_ARGS__)))
@@ -150,7 +150,7 @@ INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
   if (i < n) store_some(out + i, by.divided(load_some(x + i, n - i)), n - i);
 }
 
-// out = x / divisor. The caller adds the fence, because a fence for every small part would take longer than the part.
+// out = x / divisor. The caller issues the fence, because a fence for every small part would take longer than the part.
 INLINE void divide_part(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
@@ -178,10 +178,10 @@ INLINE uint32_t mix(uint32_t h) {  // the finaliser of MurmurHash3: grace.core.r
   return h ^ (h >> 16);
 }
 
-// out = random words, or their complements with INVERSE, shifted to the right and converted to T.
+// out = random words (if INVERSE, their complements), shifted right by SHIFT bits and converted to T.
 template <class T, int SHIFT, bool INVERSE = false>
 INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
-  while (n > 0) {  // in runs with the same upper half of the counter
+  while (n > 0) {  // each run has one upper half of the counter
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
     const int32_t size = int32_t(least(least(n, 1 << 30), (int64_t(1) << 32) - int64_t(low)));
     for (int32_t j = 0; j < size; j++) {  // a 32-bit index, so that vectors of indices and of words have the same width
@@ -223,7 +223,7 @@ void inverse(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* ou
 
 void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
 
-// out = noise for `count` positions. The range may wrap around the end of the table.
+// out = the noise of `count` positions from `position` on. The range may wrap around the end of the table.
 INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
   while (count > 0) {
     const int64_t index = position & 65535, run = least(count, 65536 - index);

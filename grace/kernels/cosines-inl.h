@@ -1,10 +1,10 @@
 // Cosine transforms of chunks, as in grace/compressors/demo.py.
 //
-// A transform of an even size h has two parts. The sums of elements i and h - 1 - i are transformed with size h / 2;
-// this gives the even coefficients. Their differences are multiplied by a symmetric matrix; this gives the odd ones.
-// The last transform, of odd size, is one matrix product. Faster algorithms divide by small cosines and need code for
-// each size; this one does not. Transforms run along the columns of a matrix. For rows, the matrix is first transposed
-// in the cache.
+// A transform of an even size h has two parts. The sums of elements i and h - 1 - i are transformed with size h / 2,
+// which gives the even coefficients. The differences of these elements are multiplied by a symmetric matrix, which
+// gives the odd coefficients. The last transform, of odd size, is one matrix product. Faster algorithms divide by small
+// cosines and need code for each size; this algorithm does neither. Transforms run along the columns of a matrix. To
+// transform rows, the matrix is first transposed in the cache.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.hei
 
 // ---- the transform and its inverse ----------------------------------------------------------------------------------
 
-// Returns sum + x * y. With ONCE: rounded once if the machine has FMA. Without: the same bits on every machine.
+// Returns sum + x * y. If ONCE, it is rounded once where the machine has FMA; otherwise it has the same bits
+// everywhere.
 template <bool ONCE>
 INLINE F added(F sum, F x, F y) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
@@ -54,8 +55,8 @@ INLINE F added(F sum, F x, F y) {
   return sum + x * y;
 }
 
-// Multiplies rows first .. first + ROWS - 1 of matrix[.., n] by x: n rows of N vectors, `apart` elements apart. Calls
-// emit(row, lane, vector) for each result.
+// Multiplies rows first .. first + ROWS - 1 of matrix[.., n] by x, which has n rows of N vectors; the rows are `apart`
+// elements apart. Calls emit(row, lane, vector) for each result.
 template <bool ONCE, int64_t ROWS, int64_t N, class Emit>
 INLINE void some_products(const float* matrix, int64_t n, int64_t first, const float* x, int64_t apart,
                           const Emit& emit) {
@@ -95,7 +96,7 @@ struct Coming {
   }
 };
 
-// y = the transform of x along columns, for N vectors of each row. Rows are `lanes` apart. scratch: room for
+// y = the transform of x along columns, for N vectors of each row. Rows are `lanes` elements apart. scratch: room for
 // how.size rows of N vectors.
 template <int64_t N>
 OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
@@ -173,7 +174,7 @@ INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
 #endif
 }
 
-// y[columns, rows] = the transpose of x[rows, columns]. Distance between rows: `apart` in x, `lanes` in y.
+// y[columns, rows] = the transpose of x[rows, columns]. Rows are `apart` elements apart in x, and `lanes` in y.
 OUTLINE void transpose(const float* x, int64_t rows, int64_t columns, int64_t apart, float* y, int64_t lanes) {
   const int64_t fours = rows / 4 * 4, across = columns / 4 * 4;
   for (int64_t j = 0; j < across; j += 4)
@@ -195,7 +196,7 @@ INLINE void tile_to(const Tile& tile, const float* x, const float* residual, con
   memset(bench.v + tile.height * bench.lanes, 0, size_t((tile.rows - tile.height) * bench.lanes) * sizeof(float));
 }
 
-// Returns the coefficients of x + residual, float32[rows, columns]. `room` keeps the sum.
+// Returns the coefficients of x + residual, float32[rows, columns]. `room` keeps x + residual for demo_left.
 const float* demo_of(const Tile* tile, const float* x, const float* residual, float* room) {
   const Workbench bench(*tile, room);
   const int64_t rows = tile->rows, columns = tile->columns, lanes = whole(rows);
@@ -226,8 +227,8 @@ INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int
   }
 }
 
-// Decode: returns the tile that the terms stand for, in rows of bench.lanes. There are few terms, so the transform
-// along rows adds them directly.
+// Decode: returns the tile that the terms stand for, in rows of bench.lanes elements. There are few terms, so the
+// transform along rows adds their basis vectors directly.
 OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbench& bench) {
   const float* const matrix = tile.across->matrix;
   int64_t j = 0;

@@ -41,8 +41,8 @@ class Kernel:
     arguments: tuple[Argument, ...]
     doc: str = ""
     refusal: Callable[..., str] | None = None
-    """Returns an error text, given a non-negative result, the index of the worker with an invalid payload, and the
-    arguments."""
+    """Returns an error text, given the arguments and a non-negative result, which is the index of the worker with an
+    invalid payload."""
     memory: bool = False
     """Whether the function may return -2: out of memory."""
 
@@ -65,7 +65,8 @@ class Codec:
     arrays: tuple[str, ...]
     """The arguments of the payload's arrays."""
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
-    """A function of n and the attributes: dtype and length of each payload array; None: the array is absent."""
+    """A function of n and the attributes. Returns the dtype and the length of each payload array; a length of None
+    means that the array is absent."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -81,12 +82,12 @@ C_TYPES = {"uint8": "uint8_t", "int32": "int32_t", "float32": "float"}
 
 
 def packed(bits: int, n: int) -> int | None:
-    """Bytes of n codes; None for zero bits."""
+    """Number of bytes of n codes of ``bits`` bits each; None if ``bits`` is 0."""
     return (-(-n * bits // 8) if 8 % bits == 0 else -(-n // 8) * bits) if bits > 0 else None
 
 
 def blocks(n: int, block: int) -> int:
-    """Number of blocks; block 0: one block."""
+    """Number of blocks; if ``block`` is 0, all elements are one block."""
     return -(-n // block) if block else min(n, 1)
 
 
@@ -130,7 +131,7 @@ def codec(
     """Add the rows NAME_encode and NAME_mean.
 
     ``payload``: for each array dtype[length], where the length is a formula of ``size`` and the ``attributes``.
-    ``encode``, ``mean``: arguments that replace the attributes in these rows. ``first``: leading arguments.
+    ``encode``, ``mean``: arguments that replace the attributes in the row of this name. ``first``: leading arguments.
     ``swaps``: whether the encoder has `SWAP`.
     """
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)

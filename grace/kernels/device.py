@@ -34,9 +34,9 @@ def device_kernels(xp: Any) -> TritonKernels | None:
 
 
 def _load(xp: Any, named: bool) -> None:
-    # ``named``: whether GRACE_KERNELS names Triton, so that it must not be missing without a word.
+    # ``named``: whether GRACE_KERNELS names Triton, so that its absence needs a warning.
     if sys.modules.get("triton") is None:
-        if "tensorflow" in sys.modules:  # each brings an LLVM of its own: loading the second one ends the process
+        if "tensorflow" in sys.modules:  # both contain LLVM, and loading the second copy ends the process
             give_up(xp, "TensorFlow is loaded: use a process without it")
             return
         if not named and find_spec("triton") is None:

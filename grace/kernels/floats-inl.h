@@ -54,7 +54,7 @@ INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t
   return j;
 }
 
-// A table with 2^bits values of codes; bits == -1: no table.
+// A table of the values of 2^bits codes. If bits == -1, there is no table.
 struct LookUp {
 #if defined(GRACE_AVX512)
   // The lower and upper 16 bits of the entries, 32 per vector. A permutation looks up 32 codes in 64 entries.
@@ -203,7 +203,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   if (codec.kind != grace::NATURAL) return statistic_of<Largest, RESIDUAL>(x, residual, n);
   Scratch scratch;
   int32_t most = 0, bits = 0;
-  for (int64_t i = 0; i < n; i += SOME) {  // the fields are kept where the codes will be
+  for (int64_t i = 0; i < n; i += SOME) {  // codes holds the fields until codes_emit overwrites them
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
     const float* v = scratch.v;
     uint8_t* fields = scratch.codes;
@@ -219,7 +219,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   return bits >= 0x7f800000 ? 255 : most;
 }
 
-// Returns the scale that is sent, from the largest magnitude of a block.
+// Returns the scale to send, given the largest statistic of a block (`codes_largest`).
 INLINE int32_t scale_of(const Codec& codec, int32_t largest) {
   if (codec.kind == grace::NATURAL) return largest < 255 && codec.second ? codec.second : largest;
   return as_bits(float_of(largest) * codec.factor);
@@ -234,7 +234,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
   const float scale = float_of(scale_bits), divisor = not_zero(scale);
   const int32_t first = codec.first, second = codec.second;
   const LookUp table(codec.table, codec.kind == grace::NEAREST ? codec.bits : -1);
-  // Prefetch the next block, since its largest magnitude is needed before it is encoded.
+  // Prefetch the next block, because the search for its largest magnitude reads it right after this one.
   const int64_t ahead = n > AHEAD && n <= 4 * AHEAD ? n : AHEAD;
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count, ahead);

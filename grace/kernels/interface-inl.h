@@ -92,7 +92,7 @@ bool streams(const float* x, const float* residual, const float* out, int64_t n)
   return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
-// How the loops write the new residual. swap: out is the old residual, which moves to x.
+// Returns how the loops write the new residual. swap: whether out aliases residual, which then moves to x.
 Out form_of(const float* x, const float* residual, const float* out, int64_t n, int64_t swap = 0) {
   if (!out) return grace::NONE;
   if (swap && residual) return grace::SWAPPED;
@@ -142,7 +142,7 @@ struct Candidates {
   }
 };
 
-constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // most candidates whose memory a thread keeps between calls
+constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // a thread keeps memory for at most this many candidates between calls
 
 // Returns the k-th largest key of the candidates, 1 <= k <= count. Counts keys in bins, then repeats this inside
 // the bin that holds the k-th largest key, until the range is a single key value.
@@ -177,8 +177,8 @@ int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   return low;
 }
 
-// Keeps the k largest candidates; at ties, those at lower positions. Writes the others back to out, if not null.
-// Returns the smallest key that was kept.
+// Keeps the k largest candidates; at ties, those at lower positions. If out is not null, writes the other candidates
+// back to it. Returns the smallest key that was kept.
 int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out) {
   if (all.count == 0 || k == 0) return 0;
   k = std::min(k, all.count);
@@ -199,9 +199,9 @@ int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out)
   return bound;
 }
 
-// Collects candidates: the elements of begin .. end with key >= bound. If there are too many, keeps the k largest. out
-// = x + residual, with zeros at the candidates' positions. expected: an estimate of their number. Sets reached = the
-// end of the elements read so far. Returns false if memory runs out.
+// Collects candidates: the elements of begin .. end with key >= bound. If there are too many, keeps the k largest. out,
+// if written, receives x + residual, with zeros at the candidates' positions. expected: an estimate of the number of
+// candidates. Sets reached = the end of the elements read so far. Returns false if memory runs out.
 bool collect(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
              int32_t bound, int64_t k, int64_t expected, Out form, Candidates& all, int64_t& reached) {
   const int64_t limit = 2 * k + 4096;

@@ -38,9 +38,10 @@ float of_key(int32_t key) { return key < 0 ? -float_of(-key) : float_of(key); }
 
 // Buckets of equal population.
 struct Buckets {
-  // many: number of buckets. ranks: of the largest element of each bucket but the last. members: elements per bucket.
+  // many: number of buckets. ranks: the rank of the largest element of each bucket but the last. members: number of
+  // elements of each bucket.
   int64_t many, ranks[256], members[256] = {};
-  int32_t bounds[512];  // the keys of their largest elements, padded with the largest key
+  int32_t bounds[512];  // the keys of the elements with these ranks, padded with the largest key
   double sums[256] = {};
 
   Buckets(int64_t n, int64_t q) : many(q) {
@@ -63,12 +64,13 @@ void few_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint
 }
 
 // Counts elements in bins. If no bound lies in a bin, all its elements have the same code, and their sum follows from
-// the sum of the lower 16 bits of their keys. Only the elements of other bins are examined one by one.
+// the sum of the lower 16 bits of their keys. Only the elements of other bins (and of the bin of -infinity) are
+// examined one by one.
 void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint8_t* codes, Buckets& all) {
   struct Mixed {
     int64_t start, size, first;  // a bin with bounds: the rank of its first element, its size, the index of its first bound
   };
-  constexpr int64_t TOGETHER = 1 << 23, LOWEST = 128;  // the bin of -infinity
+  constexpr int64_t TOGETHER = 1 << 23, LOWEST = 128;  // LOWEST: the bin of -infinity
   std::vector<uint64_t> bins(size_t(BINS), 0u), counts(bins), lows(bins);
   for (int64_t i = 0; i < n; i += TOGETHER) {
     loops->methods->order_bins(x + i, std::min(TOGETHER, n - i), bins.data());
@@ -226,7 +228,7 @@ API int64_t grace_adaq_encode(const Loops* loops, const float* x, const int64_t*
                                     chosen.values + chosen.count, chosen.positions + chosen.count,
                                     chosen.capacity - chosen.count, int32_t(i), grace::NONE).count;
     }
-    // Without branches: both signs are equally likely, so branches would be mispredicted.
+    // Branch-free, because both signs are equally likely, so that branches would be mispredicted.
     Side sides[2];  // above and below zero
     int64_t found[2] = {0, 0}, nans = 0;
     for (Side& side : sides) side.keys.resize(size_t(chosen.count + 16));
@@ -456,7 +458,7 @@ struct Scratch {
   std::vector<int32_t> rows, columns, keys;
   std::vector<uint64_t> marks;
   Candidates found;
-  int64_t groups = 0;  // for the search of the largest coefficients; 0: none
+  int64_t groups = 0;  // number of groups in the search for the largest coefficients; 0: no groups
 
   bool reserve(const Chunks& chunks) {
     room.resize(size_t(4 * whole(std::max(chunks.rows, chunks.together)) * whole(chunks.columns) + 16));
@@ -490,7 +492,7 @@ struct Scratch {
     bound = loops->methods->bound_of(keys.data(), whole(found.count), k);
     int64_t ties = k, kept = 0;
     for (int64_t i = 0; i < found.count; i++) ties -= keys[size_t(i)] > bound;
-    for (int64_t i = 0; i < found.count; i++) {  // without branches, which would be mispredicted
+    for (int64_t i = 0; i < found.count; i++) {  // branch-free: branches would be mispredicted
       const int32_t each = keys[size_t(i)];
       found.values[kept] = found.values[i], found.positions[kept] = found.positions[i];
       kept += int64_t(each > bound) | (int64_t(each == bound) & int64_t(ties > 0));
@@ -645,7 +647,8 @@ API int64_t grace_demo_mean(const Loops* loops, const float* const* values, cons
 
 namespace {
 
-// Calls each(begin, size, index of the block) for the part of each block in begin .. end. block == 0: one block.
+// Calls each(begin, size, index of the block) for the part of each block in begin .. end. block == 0 means that all
+// elements are one block.
 template <class Each>
 void parts_of_blocks(int64_t begin, int64_t end, int64_t block, const Each& each) {
   for (int64_t i = begin; i < end;) {

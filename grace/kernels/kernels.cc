@@ -433,7 +433,7 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
   for (;; first = 0) {
     const int64_t count = grace_beyond(loops, x, candidates[first], values, positions, capacity, n, threads);
     if (count > capacity) return -3 - count;
-    // Returns the number of candidates below an element; 0 for non-finite elements.
+    // Returns the number of candidate bounds below an element, or 0 for a non-finite element.
     const auto below = [&](float value) {
       const int32_t each = key(value);
       if (each == INFINITE) return int64_t{0};
@@ -441,7 +441,7 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
     };
     int64_t above[MANY + 1] = {};
     for (int64_t i = 0; i < count; i++) above[below(get(values, i))]++;
-    for (int64_t j = many, sum = 0; j >= 0; j--) {  // convert counts between candidates to counts above each
+    for (int64_t j = many, sum = 0; j >= 0; j--) {  // convert counts between bounds to counts above each bound
       const int64_t here = above[j];
       above[j] = sum, sum += here;
     }
@@ -493,7 +493,7 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
   k = std::min(k, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
   // Look only at words below a bound, chosen so that somewhat more than k words are expected below it. If fewer than k
-  // are found, look at all.
+  // words are below it, look at all words.
   const double wanted = double(k) + 6 * __builtin_sqrt(double(k)) + 16;
   for (double share = wanted / double(n);; share = 1) {
     const int32_t bound = share < 1 ? int32_t((1 - share) * 2147483647.0) : 0;
@@ -712,7 +712,7 @@ API void grace_onebit_mean(const Loops* loops, const uint8_t* const* bits, const
 
 namespace {
 
-constexpr uint8_t ZEROS = 121;    // a byte of five zeros
+constexpr uint8_t ZEROS = 121;    // a byte that stands for five zeros
 constexpr int FIRST = 243;        // bytes 243 .. 255 stand for runs of 2 .. 14 such bytes
 constexpr int LONGEST = 14;
 constexpr int64_t TRITS = 65280;  // elements of a piece: whole cache lines and whole bytes
@@ -720,14 +720,14 @@ constexpr int64_t TRITS = 65280;  // elements of a piece: whole cache lines and 
 // Returns the number of bytes of trits that a byte stands for.
 int64_t length(uint8_t byte) { return std::max<int>(byte, FIRST - 1) - (FIRST - 2); }
 
-// Returns the place of an element among the bytes; its index is a multiple of 5.
+// Returns the place of an element in the bytes; `element` is a multiple of 5.
 Runs runs_from(const uint8_t* next, int64_t element) {
   int64_t at = 0;
   while (at < element) at += 5 * length(*next++);
   return {next, at - element};
 }
 
-// Replaces every 2 .. 14 adjacent ZEROS by one byte, in place. Returns the new number of bytes.
+// Replaces each run of 2 .. 14 adjacent bytes ZEROS by one byte, in place. Returns the new number of bytes.
 int64_t shorten(uint8_t* bytes, int64_t size) {
   int64_t kept = 0, begin = 0;  // where the current run begins
   const auto end = [&](int64_t stop) {

@@ -7,7 +7,7 @@
 
 namespace grace {
 
-// Noise for stochastic rounding. table == nullptr: round to nearest, ties to even.
+// Noise for stochastic rounding. If `table` is null, rounding is to nearest, with ties to even.
 struct Noise {
   const uint16_t* table;    // [65536]
   const uint16_t* offsets;  // one per segment of 65536 positions, beginning with segment `origin`
@@ -22,11 +22,11 @@ struct Found {
 };
 
 // How a loop writes the new residual. NONE: not at all. KEPT: to out. STREAMED: to out, with streaming stores. SWAPPED:
-// to out, which is the old residual; x receives the old residual.
+// to out, which aliases residual, while x receives the old residual.
 enum Out { NONE, KEPT, STREAMED, SWAPPED };
 
-// qsgd: codes of 1 .. 8 bits, which hold the sign and a level of 0 .. `levels`, rounded at random. terngrad (levels ==
-// 0): codes of 2 bits for -1, 0 and 1, drawn with the random words of the keys.
+// qsgd: codes of 1 .. 8 bits, which hold the sign and a level, 0 .. `levels`, stochastically rounded. terngrad (levels
+// == 0): codes of 2 bits for -1, 0 and 1, drawn with the random words of the keys.
 struct Qsgd {
   int bits, levels;
   Noise noise;
@@ -41,7 +41,7 @@ struct Halves {
 
 // Kinds of codes. `grace.kernels.Codes` describes them, and the fields first, second, top, factor, table of Codec.
 enum Kind : int32_t { BF16, FP8, NATURAL, DITHERED, NEAREST };
-constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // from 2^-24 (its upper 16 bits) to 1
+constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // upper 16 bits of 2^-24 .. 1
 
 struct Codec {
   int32_t kind, bits, first, second, top, random;
@@ -71,8 +71,8 @@ struct Eden {
   const float *levels, *middles;
 };
 
-// thc: codes 0 .. `top` for equal steps from -cut to cut. A code is a byte, or int32 if `wide`. factor: steps per unit
-// when encoding; the size of one step when decoding.
+// thc: codes 0 .. `top` stand for equal steps from -cut to cut. A code is int32 if `wide`, else a byte. factor: when
+// encoding, the number of steps per unit; when decoding, the size of one step.
 struct Thc {
   int top, wide;
   float cut, factor;
@@ -111,15 +111,16 @@ struct Cosines {
   const float *odd, *halves, *matrix;
 };
 
-// A chunk of rows x columns elements; if `down` is null, `rows` chunks of one row each. down, across: the transforms
-// along columns and along rows. Only the first `height` rows exist, with `width` elements each, but `last` in the last
-// one; missing elements count as zeros. stride: distance between rows. next: distance to the next tile, or 0.
+// A chunk of rows x columns elements, or, if `down` is null, `rows` chunks of one row each. down, across: the
+// transforms along columns and along rows. Only the first `height` rows exist; they have `width` elements each, but the
+// last of them has `last`. Missing elements count as zeros. stride: distance between rows. next: distance to the next
+// tile, or 0 if there is none.
 struct Tile {
   const Cosines *down, *across;
   int64_t rows, columns, stride, height, width, last, next;
 };
 
-// The coefficients of a tile that are not zero, in row order.
+// The nonzero coefficients of a tile, in row order.
 struct Terms {
   int64_t count;
   const int32_t *rows, *columns;
@@ -128,12 +129,13 @@ struct Terms {
 
 // Loops that serve one method each (methods-inl.h, cosines-inl.h). The conventions of `Loops` apply.
 struct MethodLoops {
-  // sketch. order_keys: keys[n] = integers that compare like the floats. order_bins: for each key, add 2^40 + its lower
-  // 16 bits to bins[(key >> 16) + 32768]; bins has 65536 entries, n < 2^24.
+  // sketch. order_keys: keys[n] = integers that compare like the floats x[n]. order_bins: for each key, add 2^40 + its
+  // lower 16 bits to bins[(key >> 16) + 32768]; bins has 65536 entries, n < 2^24.
   void (*order_keys)(const float* x, int64_t n, int32_t* keys);
   void (*order_bins)(const float* x, int64_t n, uint64_t* bins);
-  // sketch. Look up codes: place = places[(key >> 16) + 32768], code = place & 255. Elements with place >= 256 are also
-  // written to values and positions, which need room for 16 more. Returns the number of these elements.
+  // sketch. Looks up codes: place = places[(key >> 16) + 32768], code = place & 255. Elements with place >= 256 are
+  // also written to values and positions, which both need room for 16 elements more. Returns the number of these
+  // elements.
   int64_t (*order_codes)(const float* x, int64_t n, const uint16_t* places, int bits, uint8_t* codes, float* values,
                          int32_t* positions);
   // sketch. Encode: code = the number of bounds below the element's key. bounds[512] ascend; at most 2 * step - 1 are
@@ -143,33 +145,35 @@ struct MethodLoops {
   // sketch. Average. tables[workers, 256]: the value of each code.
   void (*sketch_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
                      int64_t begin, int64_t end, bool stream);
-  // adaq. out = v = x + residual. counts[0] += the number of v > 0, counts[1] += that of v < 0. Returns the bits of the
-  // largest magnitude.
+  // adaq. out = v = x + residual. counts[0] += the number of elements v > 0, counts[1] += the number of elements v < 0.
+  // Returns the bits of the largest magnitude.
   int32_t (*adaq_count)(const float* x, const float* residual, float* out, int64_t n, int64_t* counts);
   // inceptionn. Count: counts[3] = the numbers of elements that are sent in 32, 16 and 8 bits.
   void (*inceptionn_count)(const Inceptionn* how, const float* x, int64_t n, int64_t* counts);
   void (*inceptionn_emit)(const Inceptionn* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                           uint8_t* one);
-  // inceptionn. Count: counts[3] += the same, from packed tags.
+  // inceptionn. Count: counts[3] += the same three numbers, from packed tags.
   void (*tags_count)(const uint8_t* packed, int64_t count, int64_t* counts);
   void (*inceptionn_sum)(const Inceptionn* how, const uint8_t* const* packed, Streams* from, int64_t workers, float* out,
                          int64_t begin, int64_t end, bool stream);
-  // sidco. The number of magnitudes above a bound, the sum of their excesses, and the sum of the squared excesses.
+  // sidco. Returns the number of magnitudes above a bound, the sum of their excesses, and the sum of the squared
+  // excesses.
   Excess (*excess)(const float* x, int64_t n, float bound);
-  // demo. Transform a tile of x + residual. Returns its coefficients, float32[rows, columns], inside `room`, which has
-  // space for 4 floats per element of the tile, both sides padded to multiples of 16. The last bits of the coefficients
-  // depend on the instruction set.
+  // demo. Transforms a tile of x + residual. Returns its coefficients, float32[rows, columns], which lie inside `room`.
+  // room has space for four copies of the tile, with both sides padded to multiples of 16. The last bits of the
+  // coefficients depend on the instruction set.
   const float* (*demo_of)(const Tile* tile, const float* x, const float* residual, float* room);
-  // demo, for a tile. demo_left: out = x - decode(terms); without x, with the sum x + residual that demo_of left in
-  // `room`. demo_values: out = decode(terms), or its signs if `sign`.
+  // demo, for a tile. demo_left: out = x - decode(terms); if x is null, out = sum - decode(terms), where demo_of has
+  // left sum = x + residual in `room`. demo_values: out = decode(terms), or its signs if `sign`.
   void (*demo_left)(const Tile* tile, const Terms* terms, const float* x, float* out, float* room);
   void (*demo_values)(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream);
-  // groups_largest: most[g] = the largest key at the positions equal to g modulo `groups`, a multiple of 64. bound_of:
-  // returns a bound that exactly k of n keys reach; if ties prevent that, the k-th largest key. n: a multiple of 16.
+  // groups_largest: most[g] = the largest key at the positions that equal g modulo `groups`, a multiple of 64.
+  // bound_of: returns a bound that exactly k of n keys reach; if ties prevent that, the k-th largest key. n: a multiple
+  // of 16.
   void (*groups_largest)(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most);
   int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
-  // shared_int. Encode a block to integers: bytes, or int32 if `wide`. Decode: out = code / steps * scale; with x: out
-  // = x - decoded.
+  // shared_int. Encode a block to integers, int32 if `wide`, else bytes. Decode: out = code / steps * scale; if x is
+  // not null, out = x - code / steps * scale.
   void (*shared_int_emit)(const float* x, int64_t n, float scale, float top, const Noise* noise, int64_t first,
                           uint8_t* codes, bool wide);
   void (*shared_int_values)(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out,
@@ -206,12 +210,12 @@ struct Loops {
   // out = the inverted upper 31 bits of the random words, so that the smallest word gives the largest number.
   void (*inverse)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
-  // out = x - p[rows, r] q[r, b]; without x: out = p q. out may alias x.
+  // out = x - p[rows, r] q[r, b], or p q if x is null. out may alias x.
   void (*lowrank_product)(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r);
   // rest = x - p[rows, r] q[r, b], then x = p q. The bits equal those of two calls of lowrank_product.
   void (*lowrank_part)(float* x, const float* p, const float* q, float* rest, int64_t rows, int64_t b, int64_t r,
                        bool stream);
-  // p[rows, r] = m[rows, b] q^T, with q[r, b]. With residual: m += residual first.
+  // p[rows, r] = m[rows, b] q^T, with q[r, b]. If residual is not null, m += residual first.
   void (*lowrank_left)(float* m, const float* residual, const float* q, float* p, int64_t rows, int64_t b, int64_t r);
   // q[r, b] = p^T m, with p[rows, r] and m[rows, b], for columns begin .. end.
   void (*lowrank_right)(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
@@ -233,11 +237,14 @@ struct Loops {
   void (*onebit_sum)(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t begin,
                      int64_t end, int64_t block, bool stream);
   void (*threelc_emit)(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n);
-  // from[workers]: where to read each worker's bytes; advanced. runs: bytes from 243 on stand for runs of zeros.
+  // from[workers]: where to read each worker's next byte; the loop advances it. runs: whether bytes from 243 on stand
+  // for runs of zeros.
   void (*threelc_sum)(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
                       int64_t block, bool runs, bool stream);
-  // codes_largest: returns the statistic of a block or part; for NATURAL, also writes to codes what codes_emit reads.
-  // codes_scale: returns a block's scale, given the largest statistic. position: of x[0] in the random words.
+  // codes_largest: returns the statistic of a block or a part of one: the bits of the largest magnitude, or for NATURAL
+  // the largest exponent field after rounding, 255 if an element is not finite. For NATURAL it also writes all fields
+  // to codes, where codes_emit reads them. codes_scale: returns a block's scale, given its largest statistic. position:
+  // the position of x[0] in the stream of random words.
   int32_t (*codes_largest)(const Codec* codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
                            int64_t position);
   int32_t (*codes_scale)(const Codec* codec, int32_t largest);
@@ -245,9 +252,9 @@ struct Loops {
                      int32_t scale, int64_t n, int64_t position);
   void (*codes_sum)(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
                     float* out, int64_t begin, int64_t end, int64_t block, bool stream);
-  // Encode and average rotated blocks. codes cover m whole blocks: uint8[bits * width * m / 8] for eden; one byte or
-  // int32 per element for thc. room: scratch of 5 floats per element of a block, at least 80 floats. first: offset of
-  // x[0] from the start of the rotation.
+  // Encode and average rotated blocks. codes cover m whole blocks: uint8[bits * width * m / 8] for eden; one byte, or
+  // one int32 if `wide`, per element for thc. room: scratch of 5 floats per element of a block, at least 80 floats.
+  // first: the offset of x[0] from element 0 of the rotation.
   void (*eden_blocks)(const Rotation* rotation, const Eden* how, const float* x, const float* residual, float* out,
                       uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form);
   void (*eden_sum)(const Rotation* rotation, const Eden* how, const uint8_t* const* codes,
@@ -255,7 +262,7 @@ struct Loops {
                    int64_t begin, int64_t end, float* room, bool stream);
   void (*thc_blocks)(const Rotation* rotation, const Thc* how, const float* x, const float* norms, uint8_t* codes,
                      int64_t n, int64_t first, float* room);
-  // Decode: out = the values of codes, or of their sums. With x: out = x - decoded.
+  // Decode: out = the values of codes, or of sums of codes. If x is not null, out = x - these values.
   void (*thc_values)(const Rotation* rotation, const Thc* how, const float* x, const uint8_t* codes, const float* norms,
                      float* out, int64_t n, int64_t first, float* room, bool stream);
   const MethodLoops* methods;

@@ -25,7 +25,7 @@ INLINE int64_t packed_size(int64_t n, int bits) { return 8 % bits ? (n + 7) / 8 
 
 INLINE uint64_t lanes(int bits) { return 0x0101010101010101ull * ((1u << bits) - 1); }
 
-// Copies some hundred bytes, for which a library memcpy takes long to start.
+// Copies a few hundred bytes, for which the start-up of the library's memcpy would take too long.
 INLINE void copy_bytes(uint8_t* to, const uint8_t* from, int64_t n) {
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) memcpy(to + i, from + i, 64);
@@ -118,7 +118,7 @@ double squares(const float* x, const float* residual, int64_t n, float largest) 
 
 INLINE float norm_of(float largest, double squares) { return largest * __builtin_sqrtf(float(squares)); }
 
-// Returns level / levels, rounded like a division. For integers up to 127, one correction step suffices.
+// Computes level / levels, rounded as a division is. For integers up to 127, one correction step suffices.
 struct Share {
   float by, inverse;
   INLINE_MEMBER explicit Share(int levels) : by(float(levels)), inverse(1.0f / float(levels)) {}
@@ -200,8 +200,8 @@ void qsgd_blocks(const float* x, const float* residual, float* out, uint8_t* cod
   }
 }
 
-// Average, in chunks of up to CHUNK elements of a block. Calls add(worker, block, from, count, sum) for each worker:
-// worker 0 writes its values to sum[count], and the others add theirs.
+// Average, in chunks of `chunk` <= CHUNK elements of a block. For each worker, calls add(worker, block, from, count,
+// sum), which writes the values of worker 0 to sum[count] and adds those of the other workers.
 template <class Add>
 INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t end, int64_t block, int64_t chunk,
                            bool stream, const Add& add) {
@@ -323,8 +323,8 @@ Halves onebit_halves(const float* x, const float* residual, int64_t n) {
   return residual ? onebit_halves_of<true>(x, residual, n) : onebit_halves_of<false>(x, residual, n);
 }
 
-// onebit. of: the values of bits. bits: the mask of elements whose bit is set. If one mean is not finite, both become
-// NaN.
+// onebit. of: returns the values of elements, given the mask of set bits. bits: returns this mask. If one mean is not
+// finite, both become NaN.
 struct Means {
   F below, rest;
   INLINE_MEMBER Means(float x, float y) {
@@ -349,7 +349,7 @@ using grace::Runs;
 constexpr int64_t FIVES = 960;  // elements of a chunk: whole bytes and whole cache lines
 constexpr int RUN = 243;        // with RUNS, bytes 243 .. 255 stand for 2 .. 14 bytes of five zeros each
 
-// of: the trits of each byte, padded with zeros. lengths: the number of elements that it stands for.
+// of: the trits of each byte, padded with zeros. lengths: the number of elements that the byte stands for.
 template <bool RUNS>
 struct Trits {
   int8_t of[256][8];
@@ -365,8 +365,8 @@ struct Trits {
 template <bool RUNS>
 constexpr Trits<RUNS> TRITS;
 
-// Decodes the next n <= FIVES elements, whole bytes, to `trits`, which needs room for 8 more. Returns whether any is
-// not zero.
+// Decodes the next n <= FIVES elements (whole bytes) to `trits`, which needs room for 8 more. Returns whether any trit
+// is nonzero.
 template <bool RUNS>
 INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   const uint8_t* next = from.next;

@@ -198,18 +198,18 @@ Found select(const float* x, const float* residual, float* out, int64_t n, int32
 
 // ---- low-rank products: powersgd, gradzip, acpsgd, atomo ------------------------------------------------------------
 
-constexpr int64_t RANKS = 8;  // the most factors that are held in registers
+constexpr int64_t RANKS = 8;  // the maximum number of factors that are held in registers
 
 // Returns how many columns of `count` rows of sums stay in the L1 cache.
 constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
 
-// Returns how many rows share each load of q: as many as can keep their factors, or sums, in registers.
+// Returns how many rows share each load of q: the most of 4, 2 or 1 whose factors, or sums, fit into registers.
 constexpr int64_t together(int64_t count) {
   return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
 }
 
-// The same for loops that also write rows. Memory is fastest if few, long rows are written; q then comes from the L2
-// cache.
+// The same for loops that also write rows. Memory is fastest if few, long rows are written at a time; q then comes from
+// the L2 cache.
 constexpr int64_t WIDTH = 4096;
 constexpr int64_t written_together(int64_t count) { return together(count) > 2 ? 2 : together(count); }
 
@@ -236,7 +236,8 @@ INLINE void prefetch_rows(const float* m, int64_t b) {
 // ADDED: out = x + product.
 enum Way { WRITTEN, TAKEN, PARTED, ADDED };
 
-// Computes p[ROWS, COUNT] q[COUNT, b] for COUNT of r factors and columns begin .. end, and uses it as WAY says.
+// Computes p[ROWS, COUNT] q[COUNT, b] for COUNT of r factors and columns begin .. end, and uses this product as WAY
+// says.
 template <Way WAY, bool STREAM, int64_t ROWS, int64_t COUNT>
 INLINE void product_rows(float* x, const float* p, const float* q, float* out, int64_t b, int64_t r, int64_t begin,
                          int64_t end) {
@@ -293,7 +294,7 @@ INLINE void product_of(float* x, const float* p, const float* q, float* out, int
 #undef SOME
 }
 
-// p[ROWS, r] = m[ROWS, b] q^T, with q[r, b], for COUNT of r columns. With RESIDUAL: m += residual first.
+// p[ROWS, r] = m[ROWS, b] q^T, with q[r, b], for COUNT of r columns. If RESIDUAL, m += residual first.
 template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
 INLINE void left_rows(float* m, const float* residual, const float* q, float* p, int64_t b, int64_t r) {
   F sums[ROWS][COUNT];
@@ -407,7 +408,7 @@ void lowrank_product(const float* x, const float* p, const float* q, float* out,
 }
 
 void lowrank_part(float* x, const float* p, const float* q, float* rest, int64_t rows, int64_t b, int64_t r, bool stream) {
-  if (r > RANKS) {  // in groups of rows that stay in the cache for the second product
+  if (r > RANKS) {  // a group of rows stays in the cache for the second product
     const int64_t height = 1 + 16384 / b;
     for (int64_t i = 0; i < rows; i += height) {
       const int64_t count = least(height, rows - i);

@@ -16,7 +16,7 @@ namespace {
 
 // ---- equally populated buckets: sketch ------------------------------------------------------------------------------
 
-// Returns the key of a float: keys compare as integers like the floats. -0 equals 0, and NaN is the largest.
+// Returns the key of a float. Keys are integers that compare like the floats. -0 equals 0, and NaN is the largest.
 INLINE int32_t ordered(float x) {
   const int32_t bits = as_bits(x), magnitude = bits & ABS;
   const int32_t key = bits < 0 ? -magnitude : magnitude;
@@ -81,7 +81,7 @@ void sketch_emit(const float* x, int64_t n, const int32_t* bounds, int step, int
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
     for (int64_t j = 0; j < SOME; j++) places[j] = 0;
-    for (int s = step; s; s >>= 1)  // a binary search without branches
+    for (int s = step; s; s >>= 1)  // a branch-free binary search
       for (int64_t j = 0; j < SOME; j++) places[j] += keys[j] > bounds[places[j] + s - 1] ? s : 0;
     for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(places[j]);
     for (int64_t j = 0; j < count; j++) sums[places[j]] += double(v[j]), members[places[j]]++;
@@ -155,7 +155,7 @@ INLINE T* behind(T* p, int64_t count) {  // p + count, where p need not be align
   return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
-// The signed numbers of up to SOME elements, by tag. counts[tag]: how many there are of tags 1, 2 and 3.
+// The signed numbers of up to SOME elements, by tag. counts[tag]: how many numbers have tag 1, 2 and 3.
 struct Parts {
   alignas(64) float three[ROOM];
   alignas(64) uint16_t two[ROOM];
@@ -209,7 +209,7 @@ INLINE void inceptionn_parts(const Inceptionn& how, const float* x, int64_t coun
     const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
     const float small = float_of(m < how.three ? m : 0), tiny = float_of(m < how.two ? m : 0);
     const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how.steps) + (below << 7);
-    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // without branches, so that the loop vectorises
+    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // branch-free, so that the loop vectorises
     words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
   }
   uint64_t next = 0;  // four counts of 16 bits

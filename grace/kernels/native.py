@@ -14,7 +14,7 @@ _P, _I, _F, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_doubl
 
 
 def _sequence(element: Any) -> Any:
-    """An argument type: an array in C, a sequence or None in Python."""
+    """Return an argument type that is an array in C, and a sequence or None in Python."""
 
     class Sequenced:
         @staticmethod
@@ -37,8 +37,8 @@ class Library:
     """The kernels of one instruction set: a method for each row of `grace.kernels.schema`, with its arguments.
 
     Kernels take raw addresses as integers, with None or 0 for absent arrays. They check only payloads: arrays must be
-    contiguous, of the given dtypes and sizes, and must not change during the call. ValueError names the worker with an
-    invalid payload; MemoryError: out of memory. The GIL is released during the call.
+    contiguous, of the given dtypes and sizes, and must not change during the call. They raise ValueError, naming the
+    worker, for an invalid payload, and MemoryError if memory runs out. The GIL is released during the call.
     """
 
     if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _method(kernel: Kernel) -> Any:
 
 
 def _flattening(kernel: Kernel) -> Any:
-    # A payload and a matrix's sizes may be passed as sequences.
+    # A payload, and the sizes of a matrix, may be passed as one sequence.
     method = _method(kernel)
 
     def flat(self: Library, *arguments: Any, **named: Any) -> Any:

@@ -22,7 +22,7 @@ class Quantisers(Family):
     def blockint_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload and the new residual. ``rng``: for stochastic rounding; None: to nearest."""
+        """float32[n] -> the payload and the new residual. ``rng``: for stochastic rounding; None: round to nearest."""
         n, at = self._xp.shape(x)[0], self._at
         table, offsets, start = self._noise(rng, n)
         return self._encode("blockint", x, residual, (n, block, bits), (at(table), at(offsets), start))
@@ -32,7 +32,7 @@ class Quantisers(Family):
     def qsgd_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload and the new residual. levels = 0: ternary."""
+        """float32[n] -> the payload and the new residual. ``levels``: 0 for ternary numbers."""
         n, at = self._xp.shape(x)[0], self._at
         table, offsets, _ = self._noise(rng if levels else None, n)
         noise = at(table), at(offsets), rng.offset, *rng.keys
@@ -148,7 +148,7 @@ class Quantisers(Family):
 
 
 def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int | None]]:
-    # The dtypes and lengths of a payload's arrays.
+    # Returns the dtypes and lengths of a payload's arrays.
     if codes.kind == "bfloat16":
         return [("uint8", 2 * n), ("float32", None)]
     scales = "int32" if codes.kind == "natural" else "float32"

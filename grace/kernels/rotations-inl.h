@@ -18,7 +18,8 @@ using grace::Eden;
 using grace::Rotation;
 using grace::Thc;
 
-// Scratch for a block. Each array has room for `width` elements: as many as the block has on the wire, at least W.
+// Scratch for a block. Each array has room for `width` elements, which is the number of elements on the wire, but at
+// least W.
 struct Block {
   int64_t width;
   float *v, *rotated;
@@ -29,11 +30,11 @@ struct Block {
       : width(rotation.width < W ? W : rotation.width), v(room), rotated(room + width),
         words(reinterpret_cast<int32_t*>(room + 2 * width)), codes(reinterpret_cast<uint8_t*>(room + 3 * width)),
         noise(reinterpret_cast<uint16_t*>(room + 4 * width)) {}
-  // words = the random words from an element on.
+  // words = the random words of `width` elements from `position` on.
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // words = only the top bits of these random words, sixteen per uint16.
+  // words = only the top bits of these words, sixteen in each uint16.
   void draw_signs(const Rotation& rotation, int64_t position) const {
     top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
   }
@@ -61,14 +62,14 @@ struct Alternating {
 };
 constexpr Alternating ALTERNATING;
 
-// Replaces elements i and i ^ HALF of a vector by their sum, at the lower index, and their difference.
+// A butterfly: replaces elements i and i ^ HALF of a vector by their sum, at the lower index, and their difference.
 template <int HALF>
 INLINE F within(F x) {
   constexpr int k = HALF == 1 ? 0 : HALF == 2 ? 1 : HALF == 4 ? 2 : 3;
   return accumulated(x, load(ALTERNATING.of[k]), swapped<HALF>(x));
 }
 
-// The same for the elements of N vectors.
+// Computes all butterflies between N vectors: first those of vectors i and i ^ 1, then of i and i ^ 2, and so on.
 template <int64_t N, int64_t HALF = 1>
 INLINE void between(F* v) {
   if constexpr (HALF < N) {
@@ -81,8 +82,8 @@ INLINE void between(F* v) {
   }
 }
 
-// The stages of the transform inside N consecutive vectors, which get(place) returns. whole: a block has at least W
-// elements.
+// Computes the stages of the transform inside N consecutive vectors, which get(place) returns. whole: whether a block
+// has at least W elements.
 template <int64_t N, class Get>
 INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   for (int64_t i = 0; i < width; i += N * W) {
@@ -96,7 +97,7 @@ INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   }
 }
 
-// The stages across N vectors at distances of `half`.
+// Computes the stages across N vectors that are `half` elements apart.
 template <int64_t N>
 INLINE void far_sums(float* x, int64_t width, int64_t half) {
   for (int64_t i = 0; i < width; i += N * half)

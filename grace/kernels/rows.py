@@ -26,7 +26,8 @@ class Refused(ValueError):
 class Rows:
     """A table of calls of the kernel ``name``: ``many`` rows, with a column for each argument.
 
-    Columns keep their values from call to call. Arrays are given by their addresses; `keep` holds a constant one.
+    Columns keep their values from call to call. Arrays are given by their addresses; `keep` also keeps the arrays
+    alive.
     """
 
     def __init__(self, library: Library, name: str, many: int):
@@ -41,7 +42,7 @@ class Rows:
                 self.set(**{argument.name: argument.value})
 
     def set(self, **columns: Any) -> None:
-        """Set columns: a number for all rows, or one for each."""
+        """Set columns, each to one number for all rows or to one number per row."""
         for name, values in columns.items():
             if name in self._floats:
                 values = np.asarray(values, np.float32).view(np.int32)

@@ -10,7 +10,7 @@ namespace {
 
 // ---- signs: efsignsgd, and onebit in levels-inl.h -------------------------------------------------------------------
 
-// efsignsgd. of: the values of bits. bits: the mask of elements whose bit is set.
+// efsignsgd. of: returns the values of elements, given the mask of set bits. bits: returns this mask.
 struct Signs {
   F plus, minus;
   INLINE_MEMBER explicit Signs(float scale) : plus(fill(scale)), minus(fill(-scale)) {}
@@ -19,8 +19,8 @@ struct Signs {
   static INLINE_MEMBER M bits(F v) { return not_below_zero(v); }
 };
 
-// Encode: writes the bits and the new residual. Pair gives the value of a bit. Returns the sum of magnitudes of the
-// next block, which begins `after` elements later.
+// Encode: writes the bits and the new residual. `pair` gives the values of set and unset bits. Returns the sum of
+// magnitudes of the next block, which begins `after` elements later.
 template <bool RESIDUAL, Out OUT, class Pair>
 INLINE double bits_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, const Pair& pair, int64_t n,
                            int64_t after) {
@@ -73,7 +73,7 @@ void efsignsgd_blocks(const float* x, const float* residual, float* out, uint8_t
   FORMS(efsignsgd_blocks_to, x, residual, out, bits, scales, n, block);
 }
 
-// Averages N vectors from element `at` on, a multiple of 8. They lie in block b.
+// Averages N vectors from element `at` on, a multiple of 8. All their elements lie in block b.
 template <class Pair, int N, bool STREAM>
 INLINE void bits_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
                       int64_t b, const Divisor& divisor) {

@@ -36,7 +36,7 @@ class Sparsifiers(Family):
             count = self.library.threshold_encode(source, last, out, bound, *found, n, xp.threads)
             if count <= room:
                 return (values[:count], positions[:count]), x
-            last, room = None, count  # x now holds the sum
+            last, room = None, count  # x now holds x + residual
 
     def sampled(
         self, x: Array, rng: Rng, sample: int, rank: int, factors: Array, miss: Array, first: int, k: int, most: int
@@ -56,7 +56,7 @@ class Sparsifiers(Family):
             room = -3 - count
 
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
-        """Each worker's values and ascending positions -> float32[n]; ValueError names an invalid payload's worker.
+        """Each worker's values and ascending positions -> float32[n]; ValueError, naming the worker, if invalid.
 
         ``k``: required number of elements; None: as many values as positions.
         """
@@ -73,7 +73,7 @@ class Sparsifiers(Family):
     def adaq_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
         """Each worker's two means and signed positions -> float32[n], in ``out`` if given.
 
-        ValueError names an invalid payload's worker.
+        ValueError names the worker of an invalid payload.
         """
         sizes = [self._xp.shape(positions)[0] for _, positions in payloads]
         kept, columns = self._ragged(payloads, [(("float32", 2), ("int32", size)) for size in sizes])
@@ -103,7 +103,7 @@ class Sparsifiers(Family):
     chunktopk_encode = encoder("chunktopk")
 
     def chunktopk_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
-        """Decode: float32[K], and positions int32[K]. None: some places are outside their chunks."""
+        """Decode a payload: return values float32[K] and positions int32[K]; None if a place lies outside its chunk."""
         sizes, xp = CODECS["chunktopk"].sizes(n, chunk, k), self._xp
         _kept, columns = self._received([tuple(payload)], sizes)
         values, positions = xp.buffers.empty(sizes[0][1]), xp.buffers.empty(sizes[0][1], "int32")

@@ -46,12 +46,12 @@ def available() -> bool:
 
 
 def efsignsgd_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """(bits uint8[ceil(n/8)], scales float32[m], out)."""
+    """Return bits uint8[ceil(n/8)], scales float32[m], and out."""
     return _ops().grace_efsignsgd_encode(x=x, residual=_or_empty(residual), block=block, threads=threads)
 
 
 def efsignsgd_mean(bits: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, threads: int = 1) -> Tensor:
-    """float32[n], the mean of the workers' payloads."""
+    """Return float32[n], the mean of the workers' payloads."""
     return _ops().grace_efsignsgd_mean(bits=bits, scales=scales, n=n, block=block, threads=threads)
 
 
@@ -65,7 +65,10 @@ def blockint_encode(
     start: int = 0,
     threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes uint8[ceil(n * bits / 8)], scales float32[m], out); stochastic with a table uint16[65536] and offsets."""
+    """Return codes uint8[ceil(n * bits / 8)], scales float32[m], and out.
+
+    With ``table``, uint16[65536], and ``offsets``, rounding is stochastic; without them, it is to nearest.
+    """
     nothing = tf.zeros(0, tf.uint16) if table is None else None
     return _ops().grace_blockint_encode(
         x=x,
@@ -83,22 +86,22 @@ def blockint_encode(
 def blockint_mean(
     codes: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, bits: int, threads: int = 1
 ) -> Tensor:
-    """float32[n], the mean of the workers' payloads."""
+    """Return float32[n], the mean of the workers' payloads."""
     return _ops().grace_blockint_mean(codes=codes, scales=scales, n=n, block=block, bits=bits, threads=threads)
 
 
 def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """(values float32[k], positions int32[k], ascending, out)."""
+    """Return values float32[k], positions int32[k], which ascend, and out."""
     return _ops().grace_topk_encode(x=x, residual=_or_empty(residual), k=k, threads=threads)
 
 
 def sparse_mean(values: Sequence[Tensor], positions: Sequence[Tensor], n: int, threads: int = 1) -> Tensor:
-    """float32[n], the mean of the workers' payloads; rejects positions that do not ascend within 0 .. n-1."""
+    """Return float32[n], the mean of the workers' payloads; rejects positions that do not ascend within 0 .. n-1."""
     return _ops().grace_sparse_mean(values=values, positions=positions, n=n, threads=threads)
 
 
 def noise_table(keys: tuple[Any, Any], n: int) -> Tensor:
-    """uint16[n]: the upper halves of a stream's first words."""
+    """Return uint16[n]: the upper halves of a stream's first n words."""
     key0, key1 = (tf.cast(key, tf.int64) for key in keys)
     return _ops().grace_noise_table(key0=key0, key1=key1, n=n)
 
@@ -131,7 +134,7 @@ def _ops() -> Any:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    # Eagerly, raise ValueError for payloads as the other backends do. A running graph has its own error.
+    # In eager mode, raise ValueError for invalid payloads, as the other backends do. A running graph raises its own.
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -195,7 +198,7 @@ class TensorflowSparsifiers:
 
 
 def _stream(rng: Rng) -> dict[str, Any]:
-    # The arguments of operations that draw random words.
+    # Returns the arguments of operations that draw random words.
     key0, key1 = (tf.cast(key, tf.int64) for key in rng.keys)
     return {"key0": key0, "key1": key1, "start": rng.offset}
 
@@ -218,7 +221,7 @@ class TensorflowTransforms:
         stream: Any,
         rng: Rng,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; with ``residual`` the new one."""
+        """float32[n] -> codes uint8, scales float32[m], streams uint8[m]; and the new residual, if there is one."""
         *payload, left = _ops().grace_eden_encode(
             x=x,
             residual=_or_empty(residual),
@@ -268,7 +271,7 @@ class TensorflowKernels:
         self.isa = found.isa if found else ""
 
     def keys(self, stem: int, step: Any, worker: Any) -> tuple[Tensor, Tensor]:
-        """int64 scalars, the keys of a random stream: `grace.core.rng.keys`."""
+        """Return two int64 scalars, the keys of a random stream: `grace.core.rng.keys`."""
         step, worker = tf.cast(step, tf.int64), tf.cast(worker, tf.int64)
         first, second = _ops().grace_keys(step=step, worker=worker, stem=stem)
         return first, second

@@ -244,7 +244,8 @@ class GraceOp : public OpKernel {
  protected:
   virtual void Run(OpKernelContext* c) = 0;
 
-  // Checks x and the residual (may be empty). Returns the memory of out, perhaps an input's; null after an error.
+  // Checks x and the residual, which may be empty. Returns the memory of out, which may be an input's, or null after an
+  // error.
   float* Open(OpKernelContext* c, int index) {
     const Tensor &x = c->input(0), &residual = c->input(1);
     const auto refuse = [c](const char* why) -> float* {

@@ -200,7 +200,8 @@ API double grace_timeline_set(void* line, const int64_t* tensors, const int64_t*
   return it->play(*std::min_element(tensors, tensors + n), NEVER, true);
 }
 
-// Returns the time with these chains, or infinity once a lower bound reaches `best`. Overwrites only `chains`.
+// Returns the total time if these tensors had these chains, or infinity once a lower bound of it reaches `best`. The
+// timeline keeps its chains; the array `chains` is overwritten with them.
 API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* chains, int64_t n, double best) {
   auto* it = static_cast<Timeline*>(line);
   double kept[RESOURCES];
@@ -216,7 +217,8 @@ API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* cha
   return seconds;
 }
 
-// Sets hidden[i] = 1 if each link that tensor i uses has a gap after its messages, as of the last grace_timeline_set.
+// Sets hidden[i] = 1 if tensor i sends messages, and each link that it uses has an idle gap after them, as of the last
+// grace_timeline_set.
 API void grace_timeline_hide(void* line, uint8_t* hidden) {
   auto* it = static_cast<Timeline*>(line);
   for (size_t tensor = 0; tensor < it->backward.size(); tensor++) {

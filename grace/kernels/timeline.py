@@ -15,7 +15,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def native_player(backward: Sequence[float], servers: int, deferred: bool, stride: int) -> NativePlayer | None:
-    """A timeline player; None if it is not built or GRACE_KERNELS=off."""
+    """Return a timeline player, or None if it is not built or GRACE_KERNELS=off."""
     if os.environ.get("GRACE_KERNELS", "").lower() in ("off", "0"):
         return None
     library = _library()

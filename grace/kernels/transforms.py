@@ -50,7 +50,7 @@ class Transforms(Family):
     def thc_encode(
         self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
     ) -> Array:
-        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: to rotate; ``draw``: to round."""
+        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng`` rotates, ``draw`` rounds."""
         xp, at, (x, norms) = self._xp, self._at, self._ready(x, norms)
         (n,) = xp.shape(x)
         codes = xp.buffers.empty(blocks(n, width) * width, dtype)
@@ -87,7 +87,7 @@ class Transforms(Family):
         return self._encode("demo", x, residual, (*sizes, k))
 
     def demo_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
-        """float32[n] minus a decoded payload, in place; ValueError for an invalid payload."""
+        """Subtract a decoded payload from x, float32[n], in place; ValueError for an invalid payload."""
         (x,), at = self._ready(x), self._at
         _kept, columns = self._received([payload], CODECS["demo"].sizes(*sizes, k))
         where = [column and column[0] for column in columns]

@@ -106,8 +106,8 @@ INLINE float total(F x) {  // in the same order
   const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
 }
-// Converts non-negative finite floats to doubles, times 2^-896. With this factor only the position of the bits differs,
-// so a shift replaces the slower conversion. even: elements 2 i. odd: elements 2 i + 1.
+// Converts non-negative finite floats to doubles, times 2^-896. This factor makes the bits of the double a shifted copy
+// of the float's bits, so a shift replaces the slower conversion. even: elements 2 i. odd: elements 2 i + 1.
 INLINE void put_apart(F x, __m512d& even, __m512d& odd) {
   const __m512i bits = _mm512_castps_si512(x.v);
   even = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_slli_epi64(bits, 32), 3));
@@ -118,7 +118,8 @@ INLINE D in_order(D sum) {
   return {_mm512_permutex2var_pd(sum.a, low, sum.b), _mm512_permutex2var_pd(sum.a, high, sum.b)};
 }
 INLINE double total_finite(D sum) { return total(in_order(sum)) * 0x1p896; }
-// sum += x, squares += x * x. The products are exact, so fused additions give the same bits.
+// sum += x * 2^-896 and squares += x * x, with elements in the order of put_apart; total_finite undoes both changes,
+// and total_squares the order. The products are exact, so fused additions give the same bits.
 INLINE void add_finite(D& sum, D& squares, F x) {
   const __m512d unit = _mm512_set1_pd(0x1p896);
   __m512d even, odd;
@@ -186,7 +187,7 @@ template <int BY>
 INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // x ^ x >> BY
 INLINE uint32_t top_bits(I x) { return _mm512_movepi32_mask(x.v); }
 INLINE F negated(uint32_t bits, F x) { return {_mm512_mask_xor_ps(x.v, M(bits), x.v, _mm512_set1_ps(-0.0f))}; }
-// Writes the elements of the mask and their positions. Returns their number. Both arrays need room for sixteen.
+// Writes the elements that the mask selects, and their positions. Returns how many. Both arrays need room for sixteen.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
@@ -543,7 +544,7 @@ template <int BY>
 INLINE I folded(I x) { EACH x.v[i] ^= (i4)((u4)x.v[i] >> BY); return x; }
 INLINE uint32_t top_bits(I x) { EACH x.v[i] >>= 31; return bits_of(x); }
 INLINE F negated(uint32_t bits, F x) {
-  const M set = mask_of(bits);  // with a mask, since SSE2 cannot shift each element by its own distance
+  const M set = mask_of(bits);  // a mask, since SSE2 cannot shift each element by another distance
   EACH x.v[i] = (f4)((i4)x.v[i] ^ (set.v[i] & INT32_MIN));
   return x;
 }
@@ -592,7 +593,7 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
-// As above. Without AVX-512, the plain conversion of floats to doubles is as fast.
+// The same as for AVX-512, but with the plain conversion of floats to doubles, which is as fast here.
 INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
 INLINE double total_finite(D sum) { return total(sum); }
 INLINE double total_squares(D squares) { return total(squares); }
@@ -639,7 +640,7 @@ struct Scaled {
 #endif
 };
 
-// Divides many numbers by one, rounded like `/`.
+// Divides many numbers by the same number, rounded like `/`.
 struct Divisor {
   F by, inverse;
   bool power;  // a power of two, for which multiplication by the inverse is exact

@@ -22,9 +22,9 @@ class DiLoCo:
     """Local training: each worker steps its own optimizer, and every H steps a Grace averages pseudo-gradients.
 
     The base is the last model that all workers agreed on. A fragment's pseudo-gradient is its base minus the worker's
-    parameters. An outer optimizer applies the mean pseudo-gradient to the base; the worker's parameters become the
-    base, or a mixture with it. A failed exchange changes nothing: the next pseudo-gradient is relative to the same
-    base, so it includes what was lost.
+    parameters. An outer optimizer applies the mean pseudo-gradient to the base; the worker's parameters become the new
+    base, or a mixture of their values and the base. A failed exchange changes nothing: the next pseudo-gradient is
+    relative to the same base, so it includes what was lost.
 
     ``grace``: averages the pseudo-gradients, in float32 (float64 for float64 parameters). Bases and outer momentum have
     that dtype too, also for 16-bit parameters. For the other settings see `Settings`. ``weights``: this worker's weight
@@ -231,9 +231,9 @@ class DiLoCo:
         For evaluation and export; training may continue afterwards. Every worker must call it after the same step.
 
         - If the optimizer's steps moved the parameters, all fragments are exchanged and become the base.
-        - If the parameters of any worker were written since (averaged weights swapped in, the best ones restored, a
-          checkpoint loaded), the workers' parameters become their plain mean, uncompressed, without the outer
-          optimizer. Momentum and residuals stay as they are, and an exchange in flight is dropped.
+        - If the parameters of any worker were written after the last step or landing (averaged weights swapped in, the
+          best ones restored, a checkpoint loaded), the workers' parameters become their plain mean, uncompressed,
+          without the outer optimizer. Momentum and residuals stay as they are, and an exchange in flight is dropped.
         - If nothing moved on any worker, nothing is exchanged but the handshake of 36 bytes.
 
         Raises as `step`.
@@ -251,7 +251,7 @@ class DiLoCo:
             yield
         change = yield from exchange.agreed(exchange.handshake(finish=True, change=self._change()))
         if exchange.flight is not None:
-            if change is Change.WRITTEN:  # what is in flight is a part of the parameters that are averaged
+            if change is Change.WRITTEN:  # the parameters to average include what is in flight
                 exchange.drop()
             else:
                 exchange.land(self.settings.fragment_update_alpha)
@@ -274,7 +274,7 @@ class DiLoCo:
             self._left = self._model.sample()
 
     def _change(self) -> Change:
-        # What this worker has to exchange.
+        # Returns what this worker has to exchange.
         model = self._model
         with model.access.inside():
             if self._progress.apart:
@@ -331,7 +331,7 @@ class DiLoCo:
         self._checked(states, lost)
 
     def _checked(self, states: Sequence[State], lost: bool = False) -> tuple[State, ...]:
-        # The states under the model's names, if they can be loaded.
+        # Returns the states under the model's names, if they can be loaded.
         shapes = {name: each.shape for name, each in self._model.tensors.items()}
         found = check_states(states, self.settings, shapes, lost)
         self.grace.check_state(*(_graces(found) if lost else (state["grace"] for state in found)), lost=lost)
@@ -442,7 +442,8 @@ def in_turn(runs: Iterable[Iterator[None]]) -> None:
 
 
 def _graces(states: Sequence[State]) -> list[State]:
-    # The states of the Graces, with the same step: a worker that missed the last landing has made fewer steps.
+    # Returns the states of the Graces with one step count, because a worker that missed the last landing has made fewer
+    # steps.
     step = max((state["grace"]["step"] for state in states), default=0)
     return [{**state["grace"], "step": step} for state in states]
 

@@ -23,8 +23,9 @@ class Flight:
     """An exchange of fragments in flight.
 
     ``deltas``: the pseudo-gradients by name. ``side``: arrays that are summed uncompressed: float32[1] with the
-    worker's weight, if workers have weights, and buffers. ``handshake``: goes first; None if it has been checked.
-    ``delayed``: the exchange lands in a later step, so a checkpoint may need the pseudo-gradients.
+    worker's weight, if workers have weights, and buffers. ``handshake``: the message that goes first; None if the
+    workers' places have been compared already. ``delayed``: the exchange lands in a later step, so a checkpoint may
+    need the pseudo-gradients.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class Exchange:
         """The parameter names of each fragment, in order of exchange."""
         self.flight: Flight | None = None
         self.in_step = False
-        """Whether the last comparison or landing found all workers at the same step, and nothing has failed here since.
-        If so, all start the same exchange next, unless one calls `finish`, which waits for its handshake.
+        """Whether the last comparison or landing found all workers at the same step, and nothing has failed on this
+        worker since. If so, all start the same exchange next, unless one calls `finish`, which waits for its handshake.
         """
         self.side_bytes = 0
         """Bytes of the uncompressed messages."""
@@ -127,8 +128,8 @@ class Exchange:
     def launching(self, fragment: int) -> Iterator[None]:
         """Start the exchange of a fragment; yields when the other workers must catch up.
 
-        Payloads of different sizes must not meet: torch.distributed ends the process then. So the handshake comes
-        first. An exchange with a delay does not wait for it if the workers are known to be `in_step`.
+        The handshake comes first, because payloads of different sizes must not meet: torch.distributed would end the
+        process. An exchange with a delay does not wait for the handshake if the workers are known to be `in_step`.
         """
         deltas, side = self._collected((fragment,))
         at_once = self._delayed and self.in_step
@@ -147,7 +148,7 @@ class Exchange:
         """A handshake before the next exchange; see `Handshake`."""
         grace = self._grace
         with self.dropped_on_error():
-            name = next(iter(self.model.tensors))  # of several DiLoCo objects
+            name = next(iter(self.model.tensors))  # names the message: there may be several DiLoCo objects
             return Handshake(grace.transport, grace.xp, name, self._progress, finish, change)
 
     def agreed(self, handshake: Handshake) -> Generator[None, None, Change]:
@@ -160,7 +161,7 @@ class Exchange:
             return handshake.check()
 
     def _collected(self, fragments: tuple[int, ...]) -> tuple[dict[str, Array], tuple[Array, ...]]:
-        # The pseudo-gradients of fragments, and what is summed beside them.
+        # Returns the pseudo-gradients of fragments, and the arrays that are summed beside them.
         model = self.model
         with self.dropped_on_error():
             weight = self._weight()
@@ -179,7 +180,8 @@ class Exchange:
 
     @property
     def _in_background(self) -> bool:
-        # Horovod's TensorFlow operations block. Horovod matches messages by name, so another thread may issue them.
+        # Returns whether to use another thread: Horovod's TensorFlow operations block, and as Horovod matches messages
+        # by name, any thread may issue them.
         return self._delayed and self._grace.xp.traced and not self._grace.transport.lockstep
 
     def start(
@@ -244,7 +246,7 @@ class Exchange:
         self._landed(flight.names, found, alpha > 0 or not (together or settings.parts == 1))
 
     def _landed(self, names: Sequence[str], found: Collection[str], apart: bool) -> None:
-        # Count an exchange of these tensors; those not ``found`` have a mean that is not finite.
+        # Count an exchange of these tensors. ``found``: those whose mean is finite.
         self.in_step = True
         self._progress.landed += 1
         self._progress.apart = apart

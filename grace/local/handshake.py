@@ -40,7 +40,7 @@ class Handshake:
     def __init__(self, transport: Transport, xp: Any, name: str, progress: Progress, finish: bool, change: Change):
         self._transport, self._name, self._finish, self._change = transport, name, finish, change
         self._place = [progress.steps, progress.turns, progress.landed, int(finish)]
-        # The largest x and the largest -x over the workers: equal places have the sum 0.
+        # The maximum over the workers of x plus that of -x is 0 if and only if x is equal on all workers.
         values = [float(each % EXACT) for each in self._place]
         self._sent = xp.asarray([*values, *(-each for each in values), float(change)], "float32")
         self._xp = xp

@@ -25,7 +25,8 @@ class Access:
     read: Callable[[Any], Array] = lambda parameter: parameter
     """The array of a parameter; may share its memory."""
     write: Callable[[Any, Array], None] | None = None
-    """Copies an array of the parameter's dtype and shape into the parameter; None: write to it as an array."""
+    """Copies an array of the parameter's dtype and shape into the parameter; None: the parameter is written as an
+    array."""
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context manager around all arithmetic."""
 

@@ -1,4 +1,4 @@
-"""Means of pseudo-gradients that are clipped to the workers' median norm, or averaged by senders."""
+"""Means of pseudo-gradients that are averaged over their senders, or clipped to the workers' median norm, or both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AVERAGES, CLIPS = ("workers", "senders"), ("none", "median")
 
 @dataclass(frozen=True)
 class PeerMean(Compressor):
-    """Averages the payloads of a compressor by their senders, or clips them to their median norm.
+    """Averages a compressor's payloads, over all workers or over the senders; optionally clips them to a median norm.
 
     ``average``: "workers" divides a sum by the number of workers; "senders" divides each element by the number of
     workers whose decoded payload is not zero there. ``clip``: "median" scales a decoded payload down to the median
@@ -81,12 +81,12 @@ class PeerMean(Compressor):
         return total / (xp.maximum(senders, 1.0) if self.average == "senders" else len(payloads))
 
     def _factors(self, payloads: Sequence[Payload], ctx: Context) -> list[Array]:
-        # The factor of each payload, float32[1].
+        # Returns the factor of each payload, float32[1].
         xp = ctx.xp
         decoded = (self.decompress(payload, ctx) for payload in payloads)
         norms = xp.concat([xp.reshape(xp.sqrt(xp.sum(x * x)), (1,)) for x in decoded])
         middle = (len(payloads) - 1) // 2
         median = xp.sort(norms)[middle : middle + 1]
-        # NaN makes the mean NaN: all workers leave the tensor unchanged.
+        # A norm of NaN makes the mean NaN, so that all workers leave the tensor unchanged.
         factors = xp.where(norms <= median, 1.0, median / xp.where(norms == 0, 1.0, norms))
         return [factors[i : i + 1] for i in range(len(payloads))]

@@ -85,8 +85,8 @@ class Verdict:
     codec_seconds: float
     """Seconds of encoding and decoding per step, hidden or not."""
     break_even: float | None
-    """Bandwidth, in bytes per second, up to which the method beats dense gradients; infinity: in the whole search
-    range; None: nowhere in it.
+    """Bandwidth, in bytes per second, up to which the method beats dense gradients; infinity if it does in the whole
+    search range, None if nowhere in it.
     """
     limit: str
     """The term whose removal would help most: one of `TERMS`."""
@@ -114,8 +114,8 @@ class Advice:
     dense_limit: str
     """The term whose removal would help most without compression: one of `TERMS`."""
     needed: float | None
-    """The smallest factor of free compression that hides the communication; 1: already hidden; None: impossible, due to
-    latency alone."""
+    """The smallest factor by which compression without cost must divide the bytes to hide the communication; 1 if it is
+    hidden anyway; None if latency alone prevents that."""
     verdicts: tuple[Verdict, ...]
     """Fastest first."""
     profile: str
@@ -162,7 +162,7 @@ def step(
     bucket_mb: float = BUCKET_MB,
     shrink: float = 1.0,
 ) -> float:
-    """Seconds of a step with a method's default exchange; None: dense.
+    """Seconds of a step with a method's default exchange; ``method``: None for dense gradients.
 
     ``shrink``: a number by which the dense bytes are divided, as by free compression.
     """
@@ -204,7 +204,7 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
 
 
 def _planned(profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> planner.Planned | None:
-    # None if no strategy can carry the method, or if its communicator is fixed.
+    # Returns None if no strategy can carry the method, or if its communicator is fixed.
     try:
         planner.refuse(codec.params)
     except ValueError:
@@ -266,8 +266,9 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 def break_even(cluster: Cluster, pays: Callable[[Cluster], bool]) -> float | None:
-    """The bandwidth, in bytes per second, up to which ``pays`` returns True; infinity: in the whole search range; None:
-    nowhere in it. ``pays``: takes a cluster with another bandwidth; gains are assumed to shrink with bandwidth.
+    """The bandwidth, in bytes per second, up to which ``pays`` returns True; infinity if it does in the whole search
+    range, None if nowhere in it. ``pays``: takes a cluster with another bandwidth; gains are assumed to shrink with
+    bandwidth.
     """
 
     def gain(exponent: float) -> bool:

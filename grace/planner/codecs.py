@@ -96,7 +96,7 @@ class Codec:
         return replace(self, speeds=speeds)
 
     def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
-        """Costs on GPU and CPU from those measured on a host: its seconds times ``device``, and times ``pool``."""
+        """Costs on GPU and CPU: the seconds measured on a host, times ``device`` and ``pool`` respectively."""
         host = self.speeds["gpu"]
         return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
 

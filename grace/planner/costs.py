@@ -51,7 +51,8 @@ KEPT = 12
 class Term(NamedTuple):
     """One operation of a strategy, for any tensor size.
 
-    A term of a collective on the device is the work of the computing thread: to submit it and to take its result.
+    If a collective's term is on the device, it is the work of the computing thread, which submits the collective and
+    takes its result.
     """
 
     resource: int
@@ -126,8 +127,8 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
 class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
-    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: maximum per
-    tensor. ``min_numel``: smaller tensors have no choice of strategy: they join other tensors' dense messages.
+    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: maximum number
+    per tensor. ``min_numel``: smaller tensors have no choice of strategy: they join other tensors' dense messages.
     ``rooted``: whether collectives may have a root; some transports do not support that (`grace.core.Transport`).
     """
 
@@ -157,7 +158,8 @@ class Costs:
 
     @cached_property
     def _tree(self) -> list[Option]:
-        # Strategies with which communicator "planned" can carry this method, all compressions on the first device.
+        # Returns the strategies with which communicator "planned" can carry this method, with all compressions on the
+        # first device.
         method, _ = triple(self.codec.params)
         summed = summable(method.compressor)
         every = options(not self.cluster.levels, self.devices[:1], self.max_compressions, summed)
@@ -168,7 +170,7 @@ class Costs:
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
     def last(self, sizes: Sequence[int]) -> dict[int, Chain]:
-        """The chains of small tensors, by index, if the last tensor is small: its message carries all small tensors."""
+        """By index, chains of small tensors: the last tensor's message carries all. {} if the last tensor is large."""
         small = [number for number, size in enumerate(sizes) if size < self.min_numel]
         if not small or small[-1] < len(sizes) - 1:
             return {}
@@ -181,7 +183,7 @@ class Costs:
         return [term.label for term in terms(self.cluster, option)]
 
     def _numbered(self, option: Option) -> tuple[tuple[int, int], ...]:
-        # Resource and term number of each action: the same action on the same share is one term in all strategies.
+        # Returns the resource and term number of each operation. Equal operations of different strategies are one term.
         found = self._walked.get(option)
         if found is None:
             known = self._terms

@@ -43,7 +43,7 @@ LIKE: dict[Kind, Kind] = {
     "gather": "allgather",
     "reduce": "broadcast",
 }
-"""By collective: the one whose measured rate is used if it was not measured itself."""
+"""By collective: another collective, whose measured rate is used if this one was not measured."""
 
 
 class Rate(NamedTuple):
@@ -156,8 +156,8 @@ class Cluster:
     def among(self, workers: int, per_node: int = 0) -> Cluster:
         """The same links with another number of workers, by the formulas of collectives instead of measurements.
 
-        ``per_node``: workers per machine; 0: unchanged if that divides them, else each worker counts as a machine of
-        its own (on one machine: all stay on it). ValueError for machines of unequal size.
+        ``per_node``: workers per machine; 0: unchanged if it divides ``workers``, else each worker counts as a separate
+        machine (but if there is one machine, all workers stay on it). ValueError for machines of unequal size.
         """
         size = per_node or (self.per_node if workers % self.per_node == 0 else workers if self.nodes == 1 else 1)
         if workers % size:

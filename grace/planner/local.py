@@ -191,7 +191,7 @@ def cost(fragment: Profile, cluster: Cluster, codec: Codec | None, way: Way, buc
 
 
 def payload(profile: Profile, codec: Codec | None) -> float:
-    """Bytes of a worker's payloads in one exchange, whatever the communicator sends for them."""
+    """Bytes of a worker's payloads in one exchange; a communicator may send more or fewer."""
     if codec is None:
         return 4.0 * profile.size
     return sum(codec.wire(t.size) if t.size >= MIN_NUMEL else 4.0 * t.size for t in profile.tensors)

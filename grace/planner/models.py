@@ -152,7 +152,7 @@ def ugatit(side: int = 256) -> list[Layer]:
 
 
 def _generator(name: str, side: int) -> list[Layer]:
-    # Convolutions without biases, four residual blocks of width 256 on both sides of an attention map.
+    # Returns convolutions without biases, with four residual blocks of width 256 on both sides of an attention map.
     def convolution(part: str, out: int, into: int, kernel: int, pixels: int) -> Layer:
         return _weight(f"{name}.{part}.weight", (out, into, kernel, kernel), pixels * pixels)
 
@@ -178,7 +178,7 @@ def _generator(name: str, side: int) -> list[Layer]:
 
 
 def _discriminator(name: str, side: int, widths: tuple[int, ...]) -> list[Layer]:
-    # Convolutions of 4 x 4 with biases; all but the last of stride 2.
+    # Returns convolutions of 4 x 4 with biases. All but the last have stride 2.
     found, into = [], 3
     for number, width in enumerate(widths):
         side = side // 2 if number < len(widths) - 1 else side - 1

@@ -353,7 +353,7 @@ def make(
 
 
 def _uniform(profile: Profile, costs: Costs, bucket_mb: float, deferred: bool) -> list[tuple[Way, Play]]:
-    # Every communicator for all tensors, a plain allreduce first.
+    # Returns every way that can exchange all tensors with one communicator, a plain allreduce first.
     cluster, codec, least, most = costs.cluster, costs.codec, costs.min_numel, costs.max_compressions
     found = ways.dense(cluster)
     if "gpu" in costs.devices:

@@ -155,7 +155,7 @@ KINDS = {
     "tensors": "a profile of a model",
     "records": "what `grace bench` measured",
 }
-"""Kinds of GRACE files, by a key that only they have."""
+"""Kinds of GRACE files, each by a key that only files of this kind have."""
 
 
 def but(data: Any) -> str:

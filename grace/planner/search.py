@@ -27,10 +27,10 @@ GAIN = 1e-9
 PLACEMENTS = 4096
 """Maximum number of CPU placements that are all tried; beyond it, groups move one after the other."""
 WORK = 4_000_000
-"""Budget of the refined mode, the number of timelines times that of tensors: models with hundreds of tensors get fewer
-passes."""
+"""Budget of the refined mode: the number of timelines times the number of tensors. So models with hundreds of tensors
+get fewer passes."""
 SHAKES, SHAKEN = 24, 3
-"""Number of random perturbations in the refined mode, and strategies changed by each."""
+"""Number of random perturbations in the refined mode, and number of strategies that each of them changes."""
 EXACT = 10**6
 """Maximum number of combinations in the exact mode."""
 
@@ -54,10 +54,10 @@ class Problem:
     backward: Sequence[float]
     sizes: Sequence[int]
     candidates: Sequence[Sequence[Choice]]
-    """For each tensor: ``plain`` uncompressed candidates first, or the only allowed one."""
+    """For each tensor, its candidates, of which the first ``plain`` are uncompressed; or the only allowed one."""
     plain: int = 1
     wider: Callable[[], Sequence[Sequence[Choice]]] | None = None
-    """Returns the candidates of the modes "refined" and "exact", plain ones first; None: ``candidates``."""
+    """Returns the candidates of the modes "refined" and "exact", uncompressed ones first; None: ``candidates``."""
     offloaded: Callable[[int, Choice], Choice | None] = _alone
     """A tensor's choice with its compressions moved to the CPU; None if impossible."""
     servers: int = 1
@@ -261,7 +261,7 @@ def _settle(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -
 
 
 def _swaps(state: _State, limit: int) -> bool:
-    # Two tensors of one size swap their strategies.
+    # Let two tensors of one size swap their strategies.
     better = False
     for changes in _exchanges(state):
         if state.line.simulations >= limit:

@@ -31,7 +31,8 @@ def step_seconds(profile: Profile, stages: int, microbatches: int, edge: Edge) -
     """Seconds of a step under GPipe, for a model cut into stages of equal work.
 
     In each direction the first micro-batch passes all stages and edges; each further one arrives after the time of a
-    stage or of an edge, whichever is longer. A stage encodes and decodes; messages overlap with computation.
+    stage or of an edge, whichever is longer. Encoding and decoding take the stage's own time, while messages overlap
+    with computation.
     """
     total = 0.0
     for seconds in (profile.forward, profile.backward):

@@ -58,7 +58,8 @@ def _median(call: Callable[[], Any], steps: int, warmup: int) -> float:
 
 
 def _positions(model: Any) -> dict[str, int]:
-    # Positions of a layer's output, without batch and channels: how often its weights are used.
+    # Returns, by variable, the number of positions in its layer's output (without batch and channels), which is how
+    # often the weights are used.
     found: dict[str, int] = {}
     for layer in model._flatten_layers(include_self=False, recursive=True):
         try:

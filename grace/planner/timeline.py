@@ -1,9 +1,9 @@
 """Simulates a step: backward passes, compressions and messages of all tensors on shared resources.
 
 A tensor's gradient is ready after its part of the backward pass; then its chain of operations follows, each on one
-resource. A resource runs operations in order of readiness, without preemption and one at a time (the pool of CPU
-threads: one per thread). Among operations that are ready at the same time, chains precede the backward
-pass, since a hook compresses before the next gradient is computed, and earlier tensors precede later ones.
+resource. A resource runs operations in order of readiness, without preemption, one at a time (the pool of CPU threads:
+one at a time per thread). Among operations that are ready at the same time, chains precede the backward pass, since a
+hook compresses before the next gradient is computed, and earlier tensors precede later ones.
 
 Espresso, section 4.3: F(S), the time of a step under the strategies S.
 """
@@ -123,7 +123,7 @@ class _Player:
         self._moments = {0: _Moment(0.0, (0.0,) * 4, (0.0,) * 4, self.pool, (), (), never)}
         # start of each tensor's last operation on each link
         self._last: list[list[float]] = [[*never] for _ in backward]
-        self._gaps: list[float] = [*never]  # by link: when a tensor's first message last ended a gap
+        self._gaps: list[float] = [*never]  # by link: the last time that a tensor's first message ended a gap
         self._totals = [sum(backward), 0.0, 0.0, 0.0]  # total work of all chains, by resource
 
     def _put(self, tensor: int, chain: Chain) -> None:
@@ -154,7 +154,7 @@ class _Player:
 
     def _play(self, begin: int, best: float, keep: bool, spans: list[Span] | None = None) -> float:
         # ``keep``: record snapshots and gaps. If false, return infinity as soon as the step is certain to take at least
-        # ``best``: a resource cannot finish earlier than its idle time so far plus its total work.
+        # ``best``, because no resource can finish earlier than its idle time so far plus its total work.
         begin -= begin % STRIDE
         on_device, _, on_intra, on_inter = self._totals
         backward, chains, deferred, last = self.backward, self._chains, self.deferred, self._last
@@ -164,7 +164,7 @@ class _Player:
         waiting, late = list(moment.waiting), list(moment.late)
 
         def take(upto: float) -> None:
-            # Run all operations that are ready by then, in order of readiness.
+            # Run all operations that are ready by ``upto``, in order of readiness.
             while waiting and waiting[0][0] <= upto:
                 at, tensor, number = heappop(waiting)
                 chain = chains[tensor]

@@ -24,7 +24,7 @@ from grace.planner.timeline import Chain, Span, Timeline
 
 BUCKET_MB = 25.0
 PLAN = "plan"
-"""Takes the place of a way's name where each tensor has its own strategy."""
+"""Stands in place of a way's name if each tensor has its own strategy."""
 _PAYLOADS = {
     "allreduce": "compress(gpu) allreduce*({0}) decompress(gpu)",
     "allgather": "compress(gpu) allgather*({0}) decompress(gpu)",
@@ -180,9 +180,10 @@ def play(
 def _operations(
     cluster: Cluster, codec: Codec | None, way: Way, large: Sequence[float], small: Sequence[float]
 ) -> list[tuple[Term, float]]:
-    # The operations of a bucket. Small tensors have a dense message, before the first message of the larger ones.
+    # Returns the operations of a bucket. Its small tensors have a dense message, before the first message of the larger
+    # ones.
     found: list[tuple[Term, float]] = []
-    # Each message of an action has a part of the computing thread and one of the link.
+    # Each message of an action is a term of the computing thread (unless that costs nothing) and a term of the link.
     for action, group in groupby(terms(cluster, way.option) if large else (), key=lambda term: term.action):
         times = rounds_of(codec) if codec is not None and action.compressed else 1
         found += [(term, term.seconds(cluster, codec, large, messages=times)) for term in group] * times

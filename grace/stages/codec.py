@@ -49,7 +49,7 @@ class ExampleTopK(Placed):
         return values, placed(xp, xp.reshape(positions, (-1,)), m * n)
 
     def _sizes(self, ctx: Context) -> tuple[int, int, int]:
-        # Number of examples, elements per example, and sent elements per example.
+        # Returns the number of examples, of elements per example, and of sent elements per example.
         n = math.prod(ctx.shape[1:])
         return ctx.shape[0], n, kept(self.compress_ratio, n)
 
@@ -101,7 +101,7 @@ class Codec:
 
 
 def send(codec: Codec, feedback: str, x: Array, state: State, ctx: Context) -> tuple[list[Payload], Array, State]:
-    """The sender's side: payloads, float32[n] that the receiver computes with, and next state.
+    """The sender's side: returns payloads, float32[n] that the receiver computes with, and the next state.
 
     x: float32[n], a batch; not changed. State float32[n]: the ``error`` ("ef"), or the ``estimate``, equal at both ends
     ("ef21", "aq").
@@ -123,7 +123,7 @@ def send(codec: Codec, feedback: str, x: Array, state: State, ctx: Context) -> t
 
 
 def receive(codec: Codec, feedback: str, payloads: list[Payload], state: State, ctx: Context) -> tuple[Array, State]:
-    """The receiver's side of `send`: float32[n] to compute with, and next state."""
+    """The receiver's side of `send`: returns float32[n] to compute with, and the next state."""
     value = codec.decompress(payloads, ctx)
     if feedback in ("none", "ef"):
         return value, state

@@ -370,7 +370,7 @@ class End:
         return self._samples[number]
 
     def _known(self, xp: Backend, shape: tuple[int, ...], number: int, ids: Any) -> tuple[Samples, Array, Any]:
-        # The store; a batch's activations that both ends know, float32[m, width]; and whether each is new, bool[m].
+        # Returns the store; a batch's activations that both ends know, float32[m, width]; and which are new, bool[m].
         if ids is None or len(ids) != shape[0]:
             found = "none" if ids is None else len(ids)
             raise ValueError(
@@ -397,7 +397,7 @@ class End:
 
 
 def _batch(shape: Sequence[int]) -> tuple[int, ...]:
-    # A vector is one example.
+    # Returns the shape of a batch; a vector is one example.
     return tuple(shape) if len(shape) > 1 else (1, *shape)
 
 
@@ -406,6 +406,6 @@ def _places(xp: Backend, fresh: Any) -> Array:
 
 
 def _placed(xp: Backend, known: Array, fresh: Any, rows: Array) -> Array:
-    # float32[m, width], including the rows of first visits.
+    # Returns float32[m, width]: ``rows`` for first visits, and the known activations otherwise.
     which = xp.asarray(np.maximum(np.cumsum(fresh) - 1, 0).astype(np.int32), "int32")
     return xp.where(xp.reshape(xp.asarray(fresh, "bool"), (-1, 1)), xp.take(rows, which), known)

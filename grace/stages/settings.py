@@ -95,7 +95,7 @@ def directions(
     ``same_mask``: gradients are sent only where the forward direction, a top-k, kept elements; ``backward`` has no
     effect. ``samples``, ``stored``, ``storage``: for "aq": the number of examples in the data set; the dtype of stored
     activations, "float16" or "float32"; a folder for memory-mapped files, or None for memory.
-    ``seed``: for random rounding; give data-parallel replicas different seeds.
+    ``seed``: for stochastic rounding; give data-parallel replicas different seeds.
     ``debug``: messages carry a digest of the values that the receiver must compute with.
     """
     if feedback not in FEEDBACKS:

@@ -88,7 +88,7 @@ SHAPES = ("disc", "square", "triangle", "ring", "cross")
 
 
 def _inside(kind: Any, x: Any, y: Any) -> Any:
-    # Whether points (in units of the shape's radius) belong to the shape; all arrays broadcast.
+    # Returns whether points (in units of the shape's radius) belong to the shape; all arrays broadcast.
     distance = np.hypot(x, y)
     arms = (abs(x) < 0.32) | (abs(y) < 0.32)
     tests = [

@@ -124,7 +124,7 @@ def _last(row: Row) -> float | None:
 
 
 def _mean(curves: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[int, float | None]]:
-    # The mean quality over the seeds at each evaluation.
+    # Returns the mean quality over the seeds at each evaluation.
     found: list[tuple[int, float | None]] = []
     for looks in zip(*curves, strict=False):
         qualities = [quality for _, quality in looks]
@@ -133,7 +133,7 @@ def _mean(curves: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[int, float | 
 
 
 def _look(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:
-    # The index of the first evaluation that reached the target; None if there is none.
+    # Returns the index of the first evaluation that reached the target; None if there is none.
     if target is None:
         return None
     return next((i for i, (_, q) in enumerate(curve) if q is not None and task.reached(q, target)), None)
@@ -186,8 +186,9 @@ def choices(found: Sequence[Row]) -> list[str]:
 def predictions(found: Sequence[Row]) -> list[dict[str, tuple[float, float | None]]]:
     """Predicted and measured seconds to the quality of dense less the tolerance, for each training of "auto".
 
-    By candidate that auto tried and that was trained on its own, too; "dense" is one. Predicted: dense's steps times
-    the candidate's seconds per effective step, averaged over seeds. Measured: None if it did not get there.
+    Keys: the candidates that auto tried and that were also trained on their own, among them "dense". Predicted: dense's
+    steps times the candidate's seconds per effective step, averaged over seeds. Measured: None if the candidate did not
+    reach that quality.
     """
     out = []
     for group in grouped(found):
@@ -206,7 +207,7 @@ def predictions(found: Sequence[Row]) -> list[dict[str, tuple[float, float | Non
 
 
 def _predicted(found: Sequence[Row]) -> list[str]:
-    # A note on how well "auto" predicts.
+    # Returns a note on how well "auto" predicts.
     both, relative, missed = [], [], 0
     for pairs in predictions(found):
         base = pairs["dense"]

@@ -144,7 +144,7 @@ def level(method: str) -> dict[str, Any]:
 
 
 def _parsed(method: str) -> Case:
-    # `parse`, extended by local training and by "auto" with its settings, which is no compressor.
+    # As `parse`, but also for local training, and for "auto" with its settings, although neither is a compressor.
     if method.partition(":")[0] in local.PRESETS:
         return _local(method)
     case = parse(method)
@@ -158,7 +158,7 @@ def _is_auto(method: str) -> bool:
 
 
 def _local(method: str) -> Case:
-    # Local training: a preset with its settings, and the parameters of its Grace, which is dense by default.
+    # Parses local training: a preset with its settings, and the parameters of its Grace, which is dense by default.
     name, rest = words(method)
     known = (*(field.name for field in dataclasses.fields(local.Settings)), *local.PLAIN)
     given = {key: rest.pop(key) for key in known if key in rest}

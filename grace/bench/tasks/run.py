@@ -74,7 +74,7 @@ def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> 
     for job in jobs:
         train = (TRAINED, *job.head.values(), None) not in done
         bandwidths = tuple(b for b in job.bandwidths if (TIMED, *job.head.values(), b) not in done)
-        train = train or bool(bandwidths and job.trained_at)  # what it chose is known only after a training
+        train = train or bool(bandwidths and job.trained_at)  # only a training shows what the method chose
         if train or bandwidths:
             found.append(dataclasses.replace(job, train=train, bandwidths=bandwidths))
     return found

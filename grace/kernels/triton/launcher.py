@@ -18,7 +18,7 @@ Array = Any
 LARGE = 8192
 """Maximum size of blocks that one program reads whole."""
 TILE = 4096
-"""Number of elements per program: whole bytes of bits, and less than a noise row."""
+"""Number of elements per program: a multiple of 8, so that bits fill whole bytes, and less than a noise row."""
 GROUP = 8
 """Number of workers whose payloads a pass adds."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -30,7 +30,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def load_sum(x, residual, at, here, ADD: tl.constexpr):
-    """x + residual, or x alone."""
+    """Return x + residual if ADD, else x."""
     value = tl.load(x + at, mask=here, other=0.0)
     if ADD:
         value += tl.load(residual + at, mask=here, other=0.0)
@@ -39,7 +39,7 @@ def load_sum(x, residual, at, here, ADD: tl.constexpr):
 
 @triton.jit
 def magnitudes_of(value):
-    """Magnitudes as integers: the order is the same, with NaN as the largest."""
+    """Return magnitudes as integers, which have the same order, with NaN as the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -55,7 +55,7 @@ def mixed(h):
 
 @triton.jit
 def put_mean(out, total, at, left, divisor, DIVIDE: tl.constexpr):
-    """Store a sum over workers, divided by their number if they are complete."""
+    """Store a sum over workers; if DIVIDE, divide it by ``divisor`` first."""
     if DIVIDE:
         total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
     tl.store(out + at, total, mask=at < left)
@@ -93,8 +93,8 @@ class Launcher:
         **form: Any,
     ) -> Array:
         # Returns the mean, float32[n], in ``out`` if given. Each launch adds the payloads of up to ``group`` workers.
-        # The kernel takes a tuple over these workers for each array of a payload; with ``apart``, separate arguments,
-        # padded to ``group`` workers.
+        # The kernel takes a tuple over these workers for each array of a payload; with ``apart``, it takes one
+        # argument per worker and array, padded to ``group`` workers.
         workers, out = len(payloads), self._xp.buffers.empty(n) if out is None else out
         for first in range(0, workers if n else 0, group):
             sent: list[Any] = list(zip(*payloads[first : first + group], strict=True))
@@ -106,6 +106,6 @@ class Launcher:
 
 
 def rows_of(block: int) -> tuple[int, int]:
-    """Blocks per program, and the power of two that holds one."""
+    """Return the number of blocks per program, and the smallest power of two (from 8) that holds a block."""
     width = max(8, triton.next_power_of_2(block))
     return max(1, TILE // width), width

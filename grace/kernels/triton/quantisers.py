@@ -19,10 +19,6 @@ Array = Any
 
 
 # -- kernel helpers ----------------------------------------------------------------------------------------------------
-# Places have the shape [rows, bytes, codes per byte].
-
-
-# -- kernel helpers ----------------------------------------------------------------------------------------------------
 # Places are int32 offsets from a program's start, [rows, bytes, codes per byte]; starts are int64.
 @triton.jit
 def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
@@ -33,7 +29,7 @@ def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: 
 
 @triton.jit
 def _span(n, BLOCK, tiles, TILE: tl.constexpr):
-    # For a tile of a large block: the block, the tile's start, and its number of elements.
+    # Returns, for a tile of a large block, the block, the tile's start, and its number of elements.
     pid = tl.program_id(0).to(tl.int64)
     block = pid // tiles
     begin = block * BLOCK + (pid % tiles) * TILE
@@ -43,21 +39,21 @@ def _span(n, BLOCK, tiles, TILE: tl.constexpr):
 
 @triton.jit
 def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
-    # int32[rows, bytes, EACH] -> uint8[rows, bytes, 1].
+    # Packs codes: int32[rows, bytes, EACH] -> uint8[rows, bytes, 1].
     shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
     return tl.sum((codes & ((1 << BITS) - 1)) << shifts, 2, keep_dims=True).to(tl.uint8)
 
 
 @triton.jit
 def _upper(j, key0, key1):
-    # The upper 16 bits of word j, uint32, of a stream, for j below 2**32.
+    # Returns the upper 16 bits, as uint32, of a stream's word j, for j below 2**32.
     h = mixed(j + key0.to(tl.uint32, bitcast=True))
     return mixed(h ^ key1.to(tl.uint32, bitcast=True)) >> 16
 
 
 @triton.jit
 def _noise(start, at, table0, table1, key0, key1):
-    # `grace.core.rng.Rng.noise` of the elements start + at, which lie in at most two rows of 65536.
+    # Returns `grace.core.rng.Rng.noise` of the elements start + at, which lie in at most two rows of 65536.
     place = (start & 65535).to(tl.int32) + at
     row = (start >> 16).to(tl.uint32)
     offset = tl.where(place < 65536, _upper(row, key0, key1), _upper(row + 1, key0, key1))
@@ -67,7 +63,7 @@ def _noise(start, at, table0, table1, key0, key1):
 
 @triton.jit
 def _put_signs(value, scale, x, bits, at, here, KEEP: tl.constexpr):
-    # at: multiples of 8 begin a byte.
+    # at: the places of elements; multiples of 8 begin a byte.
     up = value >= 0
     place = tl.min(at, 2, keep_dims=True)
     some = tl.max(here.to(tl.int32), 2, keep_dims=True) != 0
@@ -102,7 +98,7 @@ def _put_ints(
 
 @triton.jit
 def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
-    # A tile's start and number of elements, the byte and offset of each element, and the place of each byte's scale.
+    # Returns a tile's start and size, the byte and offset of each element, and the place of each byte's scale.
     begin = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(n - begin, TILE).to(tl.int32)
     byte = tl.arange(0, TILE // EACH)[:, None]
@@ -136,7 +132,7 @@ def efsignsgd_blocks(
 
 @triton.jit
 def efsignsgd_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The sum of magnitudes of a tile of a large block: float64[blocks * tiles]."""
+    """Write the sum of magnitudes of a tile of a large block to ``sums``, float64[blocks * tiles]."""
     _, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
     value = load_sum(x + begin, residual + begin, at, at < left, ADD)
@@ -145,7 +141,7 @@ def efsignsgd_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: 
 
 @triton.jit
 def efsignsgd_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
-    """The scale of a large block, from the result of `efsignsgd_sums`."""
+    """Write the scale of a large block, from the result of `efsignsgd_sums`."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     parts = tl.zeros((TILE,), tl.float64)
@@ -157,7 +153,7 @@ def efsignsgd_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
 
 @triton.jit
 def efsignsgd_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
-    """Bits of a tile of a large block, and its new residual."""
+    """Write the bits of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8)
     here = at < left
@@ -171,7 +167,7 @@ def efsignsgd_mean(
     bits, scales, out, n, divisor,
     BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: they are the last."""
+    """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: the last of several."""
     begin, left, byte, at, place = _received(n, BLOCK, TILE, 8)
     shifts = tl.arange(0, 8)[None, :]
     if not FIRST:
@@ -227,7 +223,7 @@ def blockint_rest(
     x, residual, codes, scales, n, block, tiles, start, table0, table1, key0, key1, TILE: tl.constexpr,
     BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of a large block, and its new residual."""
+    """Write the codes of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8 // BITS)
     here = at < left
@@ -327,6 +323,6 @@ class TritonQuantisers(Launcher):
 
 
 def _tiles(n: int, block: int) -> tuple[int, int]:
-    # Tiles per large block, and its size.
+    # Returns the number of tiles per large block, and the block's size.
     size = block or n
     return -(-size // TILE), size

@@ -17,7 +17,7 @@ Array = Any
 
 @triton.jit
 def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The magnitudes of x + residual; infinity for NaN."""
+    """Write the magnitudes of x + residual; infinity for NaN."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE)
     here = at < tl.minimum(n - begin, TILE).to(tl.int32)
@@ -28,7 +28,7 @@ def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.cons
 
 @triton.jit
 def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
-    """int32[2, tiles]: the numbers of a tile's elements above the bound, and equal to it."""
+    """Write to ``counts``, int32[2, tiles], how many of a tile's elements exceed the bound, and how many equal it."""
     pid = tl.program_id(0)
     begin = pid.to(tl.int64) * TILE
     at = tl.arange(0, TILE)
@@ -42,7 +42,7 @@ def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
 def topk_take(
     x, residual, magnitudes, bound, counts, ends, values, positions, n, k, tiles, TILE: tl.constexpr, ADD: tl.constexpr
 ):
-    """Values and positions of elements above the bound and of the first ones equal to it, k in total; the new residual.
+    """Write the k elements above the bound or first equal to it, their positions, and the new residual.
 
     ``ends``: int32[2, tiles], the running sums of ``counts``.
     """

@@ -27,14 +27,14 @@ TOGETHER = 4
 # -- kernel helpers ----------------------------------------------------------------------------------------------------
 @triton.jit
 def _places(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    # The row, and the place of each element: int32[rows, width].
+    # Returns the row, and the place of each element, int32[rows, width].
     row = tl.arange(0, ROWS)[:, None]
     return row, row * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _words(start, at, key0, key1):
-    # `grace.core.rng.Rng.bits` of the elements start + at, as int32.
+    # Returns `grace.core.rng.Rng.bits` of the elements start + at, as int32.
     low = (start & 0xFFFFFFFF).to(tl.uint32) + at.to(tl.uint32)
     high = (start >> 32).to(tl.uint32) + (low < at.to(tl.uint32)).to(tl.uint32)
     h = mixed(low + key0.to(tl.uint32, bitcast=True))
@@ -43,7 +43,7 @@ def _words(start, at, key0, key1):
 
 @triton.jit
 def _transformed(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    # `grace.ops.hadamard.hadamard` of SIZE elements in rows of WIDTH = 2**STAGES: the same sums of pairs.
+    # Returns `grace.ops.hadamard.hadamard` of SIZE elements in rows of WIDTH = 2**STAGES, with the same butterflies.
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(rows, (SIZE >> (stage + 1), 2, 1 << stage))
         a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
@@ -53,7 +53,7 @@ def _transformed(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.const
 
 @triton.jit
 def _sums(values):
-    # Each row's sum: float64, rounded once.
+    # Returns each row's sum, added in float64 and rounded once.
     return tl.sum(values.to(tl.float64), 1, keep_dims=True).to(tl.float32)
 
 
@@ -64,7 +64,7 @@ def _not_zero(value):
 
 @triton.jit
 def _put_codes(code, codes, row, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    # Eight codes fill BITS bytes, in as many columns, padded to a power of two.
+    # Eight codes fill BITS bytes, one byte per column; the number of columns is padded to a power of two.
     COLUMNS: tl.constexpr = 4 if BITS == 3 else BITS
     shifts = (tl.arange(0, 8) * BITS)[None, None, :]
     word = tl.sum(tl.reshape(code, (ROWS, WIDTH // 8, 8)) << shifts, 2, keep_dims=True)
@@ -76,7 +76,7 @@ def _put_codes(code, codes, row, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _load_levels(codes, levels, row, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    # The levels of packed codes, float32[rows, width].
+    # Returns the levels of packed codes, float32[rows, width].
     group = row[:, :, None] * (WIDTH // 8) + tl.arange(0, WIDTH // 8)[None, :, None]
     here = row[:, :, None] * WIDTH < left
     word = tl.load(codes + group * BITS, mask=here, other=0).to(tl.int32)
@@ -94,14 +94,14 @@ KEYS = ("start", "key0", "key1")
 SENT = tuple(name + str(worker) for name in ("codes", "scales", "streams") for worker in range(TOGETHER))
 
 
-# Parts of messages lie anywhere: to compile a kernel for each combination of alignments would take minutes.
+# Parts of messages have any alignment, and compiling a kernel for each combination would take minutes.
 @triton.jit(do_not_specialize=("stream", *KEYS), do_not_specialize_on_alignment=("codes", "scales", "streams"))
 def eden_encode(
     x, residual, codes, scales, streams, n, levels, middles, root, divisor, stream, start, key0, key1,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
     BIASED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`grace.compressors.eden.Eden.compress` of ROWS blocks, and the new residual. ``root``: of WIDTH."""
+    """`grace.compressors.eden.Eden.compress` of ROWS blocks, and the new residual. ``root``: the root of WIDTH."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * WIDTH
     left = tl.minimum(n - begin, ROWS * WIDTH).to(tl.int32)
@@ -144,7 +144,7 @@ def eden_mean(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
     WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: they are the last."""
+    """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: the last of several."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * WIDTH
     left = tl.minimum(n - begin, ROWS * WIDTH).to(tl.int32)
@@ -222,7 +222,7 @@ def form_of(width: int, levels: Sequence[float]) -> dict[str, int]:
 
 
 def warps_of(width: int) -> int:
-    """Warps per program for blocks of this width."""
+    """Return the number of warps per program for blocks of this width."""
     return max(4, width // 1024)
 
 

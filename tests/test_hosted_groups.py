@@ -104,6 +104,20 @@ def test_a_group_has_the_bits_of_its_tensors_one_by_one(case, graph, workers, mo
     assert sent(graces) == sent(others)
 
 
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("outer", ["allgather", "twostage"])
+@pytest.mark.parametrize("method", ["int4", "topk"])
+def test_a_group_between_machines_has_the_bits_of_its_tensors(method, outer, graph, monkeypatch):
+    params = {**METHODS[method], "communicator": "hierarchical", "outer": outer, "node_size": 2}
+    graces = team(params, 4)
+    found = run(graces, graph)
+    alone(monkeypatch)
+    others = team(params, 4)
+    equal(found, run(others, graph))
+    assert unchanged(states(graces), states(others))
+    assert sent(graces) == sent(others)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if "two stages" in case or case in SUMMED])
 def test_a_tensor_more_adds_few_operations(case, monkeypatch):
     together = operations(team(CASES[case], 2))

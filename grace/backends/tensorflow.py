@@ -8,7 +8,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from grace.backends.base import HOSTED, PIECE, Array, Backend
 from grace.backends.linalg import Linalg
@@ -16,6 +15,11 @@ from grace.backends.numpy import NumpyBackend
 from grace.backends.random import Random
 from grace.core.dtypes import ITEMSIZE
 from grace.core.rng import FIRST, MASK32, SECOND
+
+try:
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+except ImportError:  # not a public name; see `VariableCell`
+    ResourceVariable = tf.Variable
 
 
 class TensorflowLinalg(Linalg):

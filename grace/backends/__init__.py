@@ -52,7 +52,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
 
     ValueError for an unknown name.
     """
-    with _LOCK:  # one object each, however the device is given, and in whatever thread
+    with _LOCK:  # thread-safe: one object for each name and device
         return _backend(name, device)
 
 

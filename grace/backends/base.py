@@ -76,7 +76,7 @@ class ArrayFunctions(ABC):
 
     @abstractmethod
     def lengths(self, arrays: Sequence[Array]) -> Array:
-        """int64[len(arrays)]: the first dimension of each, even if it is known only when the graph runs."""
+        """Return int64[len(arrays)], the first dimension of each, even if it is known only when the graph runs."""
 
     @abstractmethod
     def integers(self, x: Array) -> list[Any]:
@@ -190,11 +190,11 @@ class ArrayFunctions(ABC):
         """Running sum of a vector."""
 
     def finite(self, x: Array) -> Array:
-        """bool scalar: no element is NaN or infinite."""
+        """Return a bool scalar: whether no element is NaN or infinite."""
         return self.all(self.isfinite(x))
 
     def excess(self, x: Array, bound: Array) -> Array:
-        """float64[3]: number, sum and sum of squares of the excesses of magnitudes over a bound.
+        """Return float64[3]: number, sum and sum of squares of the excesses of magnitudes over a bound.
 
         ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x must not be
         empty.
@@ -227,7 +227,7 @@ class ArrayFunctions(ABC):
     # -- selection --------------------------------------------------------------------------------------------------
     @abstractmethod
     def topk(self, x: Array, k: int) -> Array:
-        """int32[k]: positions of the k largest elements of a vector, ascending. Ties: lowest position; NaN: largest.
+        """Return int32[k], ascending positions of a vector's k largest elements. Ties: lowest position; NaN: largest.
 
         For a matrix [m, n]: int32[m, k], row by row.
         """
@@ -241,24 +241,24 @@ class ArrayFunctions(ABC):
         """Sort along the last axis, ascending; NaN may end up anywhere."""
 
     def ranked(self, x: Array, ranks: Array) -> Array:
-        """float32[K]: the elements at positions int32[K] of the sorted vector."""
+        """Return float32[K], the elements at positions int32[K] of the sorted vector."""
         return self.take(self.sort(x), ranks)
 
     @abstractmethod
     def nonzero(self, mask: Array, count: int | None = None) -> Array:
-        """int32[K]: ascending positions where a bool vector is true. Only its shape and `beyond`'s depend on values.
+        """Return ascending positions where a bool vector is true, int32[K]. Here and in `beyond`, K depends on values.
 
         ``count``: K, if known in advance; avoids a device synchronisation. On a device, missing positions are n, and
-        those beyond ``count`` are left out; elsewhere it changes nothing.
+        those beyond ``count`` are left out; elsewhere ``count`` has no effect.
         """
 
     def beyond(self, x: Array, bound: Array) -> Array:
-        """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""
+        """Return int32[K], ascending positions where the magnitude exceeds ``bound``, float32[1], or is NaN."""
         return self.nonzero(self.invert(self.abs(x) <= bound))
 
     @abstractmethod
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        """int32[n]: for each element of a vector, the number of ascending ``bounds`` below it; NaN: undefined."""
+        """Return int32[n], for each element of a vector the number of ascending ``bounds`` below it; NaN: undefined."""
 
     @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:
@@ -274,7 +274,7 @@ class ArrayFunctions(ABC):
 
     @abstractmethod
     def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
-        """float32[count]: sums of the float32 ``values`` with equal ``segments`` (int32, 0 .. count-1), in float64."""
+        """Sum the float32 ``values`` with equal ``segments`` (int32, 0 .. count-1) in float64, to float32[count]."""
 
     # -- control -----------------------------------------------------------------------------------------------------
     def loop(
@@ -336,7 +336,7 @@ class Backend(ArrayFunctions):
 
     @property
     def host(self) -> Backend | None:
-        """NumPy's backend, if its kernels replace missing ones of this backend: `hosted` passes arrays to it."""
+        """NumPy's backend, if its kernels replace missing ones of this backend (by `hosted`); else None."""
         return None
 
     def hosted(
@@ -376,7 +376,7 @@ class Backend(ArrayFunctions):
     def quiet(self) -> AbstractContextManager[Any]:
         """A context manager that silences warnings about infinities and NaN, which are valid results here.
 
-        The engine runs steps inside it; `kernels` stays the same meanwhile.
+        The engine runs steps in this context, in which `kernels` does not change.
         """
         return nullcontext()
 

@@ -99,7 +99,7 @@ class Buffers:
         return lambda: bool(self._xp.to_numpy(flag))
 
     def to_bytes(self, x: Array) -> Array:
-        """uint8[nbytes], the array's memory in C order."""
+        """Return uint8[nbytes], the array's memory in C order."""
         return self._xp.bitcast(self._xp.reshape(x, (-1,)), "uint8")
 
     def from_bytes(self, x: Array, dtype: str, shape: Any) -> Array:
@@ -107,7 +107,7 @@ class Buffers:
         return self._xp.reshape(self._xp.bitcast(x, dtype), shape)
 
     def concat_bytes(self, arrays: Sequence[Array]) -> Array:
-        """uint8[nbytes of all]: their memory, concatenated. Not copied if the arrays are already adjacent."""
+        """Return the arrays' memory, concatenated: uint8[nbytes of all]. Adjacent arrays may stay uncopied."""
         return self._xp.concat([self.to_bytes(array) for array in arrays])
 
 

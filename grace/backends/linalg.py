@@ -24,10 +24,10 @@ class Linalg(ABC):
 
     @abstractmethod
     def solve(self, a: Array, b: Array) -> Array:
-        """x[n, m] with a x = b, for an invertible a[n, n] and b[n, m]."""
+        """Return x[n, m] with a x = b, for an invertible a[n, n] and b[n, m]."""
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        """[m, n] -> each row divided by its largest magnitude (or 1 if that is 0), and bool[m, 1]: is it above 0."""
+        """[m, n] -> each row divided by its largest magnitude (by 1 if that is 0), and bool[m, 1]: is that above 0."""
         xp = self._xp
         largest = xp.reshape(xp.max_abs(x), (-1, 1))
         return x / xp.where(largest == 0, 1.0, largest), largest > 0

@@ -24,24 +24,24 @@ class Random(ABC):
 
     @abstractmethod
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        """int32[n]: the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.core.rng`)."""
+        """Return int32[n], mix(mix(lo(j) + key0) ^ (hi(j) + key1)) for j = start .. start+n-1 (`grace.core.rng`)."""
 
     def keys(self, stem: int, step: Any, worker: Any) -> tuple[Any, Any]:
         """`grace.core.rng.keys`, where step or worker is a scalar inside a graph."""
         return rng.keys(stem, step, worker)
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
-        """int32[k]: ascending positions of the k smallest of the n `words`, as unsigned numbers; read-only."""
+        """Return int32[k], ascending positions of the k smallest of the n `words`, as unsigned numbers; read-only."""
         return self._xp.topk(self._xp.bitwise_xor(self.words(key0, key1, start, n), 0x7FFFFFFF), k)
 
     def uniform(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        """float32[n] in [0, 1): the upper 24 bits of each word."""
+        """Return float32[n] in [0, 1): the upper 24 bits of each word."""
         xp = self._xp
         upper = xp.bitwise_and(xp.shift_right(self.words(key0, key1, start, n), 8), 0xFFFFFF)
         return xp.cast(upper, "float32") * 2.0**-24
 
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
-        """float32[n] in (0, 1): `grace.core.rng.Rng.noise`, elements start .. start+n-1."""
+        """Return float32[n] in (0, 1): `grace.core.rng.Rng.noise`, elements start .. start+n-1."""
         xp, first, rows = self._xp, start % NOISE, -(-(start % NOISE + n) // NOISE)
         if rows < 2:
             sums = self._upper(table, first, n) + self._upper(keys, start // NOISE, 1)

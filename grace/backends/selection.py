@@ -37,7 +37,7 @@ def excess(x: Array, bound: float) -> tuple[float, float, float]:
 
 
 def beyond(x: Array, bound: float) -> Array:
-    """int32[K]: positions where |x| is not at or below a bound; in cache-sized chunks."""
+    """Return int32[K], positions where |x| is not at or below a bound; in cache-sized chunks."""
     magnitude, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
     found = [np.zeros(0, np.int32)]
     for start in range(0, len(x), PIECE):
@@ -77,7 +77,7 @@ def searchsorted(bounds: Array, x: Array) -> Array:
 
 
 def smallest(words: Array, k: int) -> Array:
-    """int32[k]: positions of the k smallest of distinct int32 numbers taken as unsigned, ascending."""
+    """Return int32[k], ascending positions of the k smallest of distinct int32 numbers, taken as unsigned."""
     n, words = len(words), words.view(np.uint32)
     if k >= n or k == 0:
         return np.arange(min(k, n), dtype=np.int32)
@@ -93,7 +93,7 @@ def smallest(words: Array, k: int) -> Array:
 
 
 def largest_in_rows(x: Array, k: int) -> Array:
-    """int32[m, k]: ascending positions of the k largest |x| per row of [m, n]; NaN as in `largest_magnitudes`."""
+    """Return int32[m, k], ascending positions of each row's k largest |x|; NaN as in `largest_magnitudes`."""
     m, n = x.shape
     found = np.empty((m, min(k, n)), np.int32)
     if k >= n or k == 0:
@@ -114,7 +114,7 @@ def largest_in_rows(x: Array, k: int) -> Array:
 
 
 def largest_magnitudes(x: Array, k: int) -> Array:
-    """int32[k]: ascending positions of the k largest |x|; NaN counts as infinite, ties go to the first. 0 < k < len(x).
+    """Return int32[k], ascending positions of the k largest |x|; NaN is infinite, ties go to the first. 0 < k < len(x).
 
     A bound from a sample leaves few candidates, from which the exact selection is made. No array of x's size is
     allocated.

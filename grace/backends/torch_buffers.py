@@ -153,7 +153,6 @@ class TorchBuffers(Buffers):
         else:
             out.fill_(x)
 
-    # Messages are packed and unpacked per array: return arrays of the right form unchanged.
     def fetch(self, flag: Array) -> Callable[[], bool]:
         if not flag.is_cuda:
             return super().fetch(flag)
@@ -168,6 +167,7 @@ class TorchBuffers(Buffers):
 
         return wait
 
+    # Messages are packed and unpacked per array: return arrays of the right form unchanged.
     def to_bytes(self, x: Array) -> Array:
         return x if x.dtype == torch.uint8 and x.ndim == 1 else super().to_bytes(x)
 

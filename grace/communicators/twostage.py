@@ -111,7 +111,7 @@ class TwoStage(Communicator):
                 for owner, part in sent.items()
             ]
         else:
-            # Coded positions of some shards have fewer arrays: empty ones of their last dtype make the numbers equal.
+            # Coded positions of some shards have fewer arrays, so pad with empty arrays of the last dtype.
             most = max(map(len, payloads))
             full = [sent.get(worker, nothing) for worker in range(ctx.world_size)]
             shapes = tuple((*map(xp.shape, part), *[(0,)] * (most - len(part))) for part in full)
@@ -126,7 +126,7 @@ class TwoStage(Communicator):
 def _encode(
     x: Array, method: Method, state: State, ctx: Context, owned: Sequence[Context]
 ) -> Program[tuple[list[Payload], dict[str, State]]]:
-    # The payload of each shard, and the states of the first compression by compression point.
+    # Returns the payload of each shard, and the states of the first compression by compression point.
     xp, compressor = ctx.xp, method.compressor
     if cuttable(compressor):
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)

@@ -46,12 +46,12 @@ class ACPSGD(Agreed):
         return pairs, {"p": pairs[0], "q": pairs[1]}
 
     def _rows(self, state: State, ctx: Context) -> Array:
-        # float32[a, r]: P with orthonormal columns, from which Q is computed.
+        # Returns P with orthonormal columns, float32[a, r], from which Q is computed.
         xp = ctx.xp
         return xp.linalg.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
 
     def _columns(self, state: State, ctx: Context) -> Array:
-        # float32[r, b]: Q with orthonormal rows, from which P is computed.
+        # Returns Q with orthonormal rows, float32[r, b], from which P is computed.
         xp = ctx.xp
         return xp.transpose(xp.linalg.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
 

@@ -32,5 +32,5 @@ class AgreedSparsifier(Sparsifier):
         return k
 
     def select(self, x: Array, ctx: Context) -> Array:
-        """int32[k]: the positions of the largest elements, ascending."""
+        """Return int32[k], the positions of the largest elements, ascending."""
         return ctx.xp.topk_abs(x, self.count(ctx.size))

@@ -29,7 +29,7 @@ class ARCTopK(AgreedSparsifier):
     ``sketch_size``: number of random vectors; the sketch costs 4 sketch_size / row_size bytes per element.
     A row that cancels out over the workers is not selected, and a random product may miss a large row, so no single
     step is guaranteed to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The
-    paper combines the method with momentum and EF21, here it works with any memory.
+    paper combines the method with momentum and EF21; here it works with any memory.
     Chen, Ma, Li, He, Dong and Yuan, "An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed
     Learning", 2025, arXiv:2510.26709.
     """
@@ -50,9 +50,9 @@ class ARCTopK(AgreedSparsifier):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, own, k = ctx.xp, self._sketch(x, ctx), self.count(ctx.size) // self.row_size
-        sound = xp.finite(xp.reshape(own, (-1,)))  # the sketch is finite only if x is: it sums all elements
+        sound = xp.finite(xp.reshape(own, (-1,)))  # the sketch sums all elements, so it is finite only if x is
         (sketch,) = yield Reduce((own,), "mean")
-        # Squares relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
+        # Squares are relative to the largest, so that those of 1e30 or 1e-30 stay in float32's range.
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
         chosen = xp.topk(xp.sum(relative * relative, 1), k)
@@ -62,7 +62,8 @@ class ARCTopK(AgreedSparsifier):
         return (values, chosen), state
 
     def _sketch(self, x: Array, ctx: Context) -> Array:
-        # float32[m, sketch_size]: the products of each row with the sign vectors, equal on all workers.
+        # Returns float32[m, sketch_size], the products of each row with the sign vectors, which are equal on all
+        # workers.
         xp, size, many = ctx.xp, self.row_size, self.sketch_size
         words = ctx.shared_rng("signs").bits(many * size)
         signs = xp.reshape(xp.where(words < 0, -1.0, xp.full(many * size, 1.0)), (many, size))

@@ -68,11 +68,11 @@ class Atomo(LowRank):
         return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
 
     def _all(self, x: Array, ctx: Context) -> Parts:
-        # Singular values float32[m], m the shorter side; whether x is finite; and a function that returns for the
-        # chosen values their unit vectors of length m, and the products of these with the matrix.
+        # Returns singular values float32[m], with m the shorter side; whether x is finite; and a function that returns
+        # for the chosen values their unit vectors of length m, and the products of these vectors with the matrix.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         ok = xp.finite(x)
-        # In double precision: near-equal singular values give vectors that differ between toolkits.
+        # In double precision, as in single precision near-equal singular values give different vectors on each toolkit.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
         # The eigenvectors of the shorter side's Gram matrix take a third of the time of an SVD. The vectors of the
@@ -92,7 +92,7 @@ class Atomo(LowRank):
         matrix = matrix if a <= b else xp.transpose(matrix)
         random = ctx.rng("sketch").uniform((count + PROBES) * max(a, b)) - 0.5
         sketch = matrix @ xp.transpose(xp.reshape(random, (count + PROBES, max(a, b))))
-        ok = xp.finite(sketch)  # the sketch is finite only if the matrix is: it sums all elements
+        ok = xp.finite(sketch)  # the sketch sums all elements, so it is finite only if the matrix is
         sketch = xp.where(ok, sketch, 0.0)
         basis = xp.linalg.qr(sketch[:, :count])
         inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)

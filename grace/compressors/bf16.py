@@ -13,7 +13,7 @@ from grace.ops.validate import fitting
 @register("bf16", "bfloat16")
 @dataclass(frozen=True)
 class BF16(Compressor):
-    """Keep sign, exponent and 7 bits of mantissa, rounded to nearest or at random.
+    """Keep sign, exponent and 7 bits of mantissa, rounded to nearest or stochastically.
 
     Payload: uint8[2n], the upper two bytes of each float32, little-endian. Bytes are sent since Horovod has no
     bfloat16, so payloads are gathered (or exchanged in two stages), not summed on the wire.

@@ -25,7 +25,7 @@ class Blockwise(Compressor):
 
 @dataclass(frozen=True)
 class Rounded(Blockwise):
-    """Rounds to the "nearest" value, by default with a residual, or at random ("stochastic"), which is unbiased."""
+    """Rounds to the "nearest" value, by default with a residual, or by "stochastic" rounding, which is unbiased."""
 
     rounding: str = "nearest"
 

@@ -25,7 +25,7 @@ class Chain(Placed):
     The keys of the two methods (``compress_ratio``, ``selector``, ``quantum_num``) are keys of the chain. Instances are
     accepted instead of names: a chain is also a valid quantiser, so three stages are possible.
     Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2, for top-k with
-    random rounding; any two methods compose in the same way.
+    stochastic rounding; any two methods compose in the same way.
     """
 
     sparsifier: Compressor = field(default=TopK())

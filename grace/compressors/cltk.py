@@ -22,7 +22,7 @@ class CLTopK(AgreedSparsifier):
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
     ``compress_ratio``: the share of elements to send, in (0, 1].
     The method relies on residuals that are similar on all workers; for that purpose the paper low-pass filters them, as
-    does memory "lowpass", the default. The paper searches for the largest elements in chunks, here the search covers
+    does memory "lowpass", the default. The paper searches for the largest elements in chunks; here the search covers
     the whole tensor.
     Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
     NeurIPS 2020, arXiv:2104.11125, section 2.

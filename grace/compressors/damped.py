@@ -14,7 +14,7 @@ from grace.core.registry import register
 @register("damped")
 @dataclass(frozen=True)
 class Damped(Compressor):
-    """Scale an unbiased method's result by 1 / (1 + w), w its variance: a contraction, which suits error feedback.
+    """Scale an unbiased method's result by 1 / (1 + w), w its variance: this is a contraction and suits error feedback.
 
     Payload: as the method's.
     ``method``: an unbiased method of known variance, such as "qsgd", "wangni" or "randomk" with ``unbiased_scale``. Its

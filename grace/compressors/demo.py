@@ -101,7 +101,7 @@ class DeMo(Compressor):
         return xp.sign(x) if final and self.sign else x
 
     def _absolute(self, xp: Any, places: Array, k: int, width: int) -> Array:
-        # int32[m k]: positions among the coefficients of all chunks.
+        # Returns int32[m k]: positions among the coefficients of all chunks.
         return places + xp.arange(xp.shape(places)[0]) // k * width
 
 
@@ -112,5 +112,5 @@ def _cosines(size: int) -> list[list[float]]:
 
 
 def _basis(xp: Any, size: int) -> Array:
-    # float32[size, size]: the orthonormal cosine transform (DCT-II).
+    # Returns float32[size, size]: the orthonormal cosine transform (DCT-II).
     return xp.asarray(_cosines(size), "float32")

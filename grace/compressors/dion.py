@@ -14,7 +14,7 @@ from grace.core.registry import register
 @register("dion")
 @dataclass(frozen=True)
 class Dion(Factored):
-    """Return an orthonormal update of low rank, computed from all workers' momenta, in the place of the mean gradient.
+    """Return an orthonormal update of low rank, computed from all workers' momenta, in place of the mean gradient.
 
     For an optimizer without momentum (SGD), whose weight decay equals the paper's. Two rounds, each averaged over the
     workers: P = orth(M Qᵀ) and R = Pᵀ M, with M the momentum of memory "decoupled". Q becomes R with rows of unit norm,
@@ -66,7 +66,7 @@ class Dion(Factored):
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
         (p,) = yield Reduce((matrix @ xp.transpose(self.revived(state["q"], ctx, "q")),), "mean")
-        zero = xp.max(xp.abs(p)) == 0  # NaN is not zero: it must stay visible
+        zero = xp.max(xp.abs(p)) == 0  # false for NaN, which must stay visible
         p = xp.where(zero, p, xp.linalg.qr(p))
         (r,) = yield Reduce((xp.transpose(p) @ matrix,), "mean")
         return (p, r), {"q": xp.where(zero, state["q"], self._normalized(r, ctx))}

@@ -41,5 +41,5 @@ class EFSignSGD(Blockwise):
         return blocks.add_scaled(ctx.xp, x, self.signs(payload, ctx), -payload[1], self.traits.block_size)
 
     def signs(self, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: 1 and -1."""
+        """Return float32[n]: 1 and -1."""
         return ctx.xp.bits.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)

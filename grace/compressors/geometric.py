@@ -30,7 +30,7 @@ class Geometric(Blockwise):
     126 powers below the largest of their block become zero.
     ``block_size``: elements that share a top, a multiple of 8; 0: the whole tensor.
     Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
-    arXiv:2002.12410, on general biased rounding. Its random counterpart for base 2 is ``natural``.
+    arXiv:2002.12410, on general biased rounding. Its stochastic counterpart for base 2 is ``natural``.
     """
 
     beta: float = 2.0

@@ -48,8 +48,8 @@ class GradZip(WarmStarted):
         return (xp.transpose(p), q), {"q": q}
 
     def _fit(self, product: Callable[[Array], Array], rows: Array, ctx: Context) -> Array:
-        # float32[r, k]: the least squares fit of ``rows`` to a matrix, given the matrix's ``product`` with rows.
-        # Rows are scaled to stay in range. The small system is solved in double precision: near-equal directions
+        # Returns float32[r, k], the least squares fit of ``rows`` to a matrix, given the matrix's ``product`` with
+        # rows. Rows are scaled to stay in range. The small system is solved in double precision: near-equal directions
         # would cost half of the digits in single precision.
         xp = ctx.xp
         r = xp.shape(rows)[0]

@@ -19,7 +19,7 @@ from grace.ops.validate import fitting
 @register("kashin")
 @dataclass(frozen=True)
 class Kashin(Blockwise):
-    """Write each block as a sum of more vectors than it has elements, and round their small coefficients at random.
+    """Write each block as a sum of more vectors than it has elements, and round their coefficients stochastically.
 
     The vectors are the columns of U: n random rows of a d x d Hadamard matrix, with random signs, divided by sqrt(d).
     U is equal on all workers. Clipping finds coefficients a with U a = x, none of which is large, so that few bits
@@ -137,7 +137,7 @@ class Kashin(Blockwise):
         return xp.transpose(xp.take(xp.concat([xp.transpose(rows), xp.zeros((1, m))]), source))
 
     def _positions(self, ctx: Context) -> Array:
-        # int32[n]: the rows of the Hadamard matrix, the same for all blocks.
+        # Returns int32[n]: the rows of the Hadamard matrix, the same for all blocks.
         n = width_of(ctx, self.block_size)
         return replace(ctx, offset=0).shared_rng("rows").sample(self.coefficients(n), n)
 

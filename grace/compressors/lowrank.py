@@ -41,7 +41,7 @@ class Factored(Compressor):
         return fitting(xp, payload[0], dtype, (a, r), "rows"), fitting(xp, payload[1], dtype, (r, b), "columns")
 
     def directions(self, ctx: Context, label: str, count: int) -> Array:
-        """float32[r, count]: random directions, equal on all workers."""
+        """Return float32[r, count], random directions, equal on all workers."""
         r = self.sizes(ctx)[2]
         return ctx.xp.reshape(ctx.shared_rng(label).normal(r * count), (r, count))
 

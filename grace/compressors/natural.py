@@ -17,11 +17,11 @@ GRACE_TOP = 127 + 18  # exponent field of 2**18, the value of code 127 in GRACE'
 @register("natural")
 @dataclass(frozen=True)
 class Natural(Blockwise):
-    """Round each magnitude to a neighbouring power of two, at random so that the expectation is x.
+    """Round each magnitude stochastically to a neighbouring power of two, so that the expectation is x.
 
     Payload: codes uint8[n], sign in the top bit, then 7 bits for the exponent, 0 for zero; top int32[m], the float32
     exponent field of code 127 in each block.
-    ``stochastic``: round at random; False: to the nearer power, which is biased but contracts.
+    ``stochastic``: use stochastic rounding; False: round to the nearer power, which is biased but contracts.
     ``window``: "auto" sets code 127 to the block's largest power; magnitudes reach 126 powers below it. "grace" is
     the window of GRACE's first release, 2**-108 .. 2**18: larger magnitudes are clipped, smaller ones become zero.
     ``block_size``: elements that share a window, a multiple of 8; 0: the whole tensor.

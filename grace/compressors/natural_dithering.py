@@ -30,11 +30,11 @@ def _values(s: int, base: float = 2.0) -> list[float]:
 @register("natural_dithering")
 @dataclass(frozen=True)
 class NaturalDithering(Blockwise):
-    """Round magnitudes, relative to the block's largest, at random to 0, base**(1-s), ..., 1/base or 1: unbiased.
+    """Round magnitudes, relative to the block's largest, stochastically to 0, base**(1-s), ..., 1/base or 1; unbiased.
 
     Payload: codes uint8[ceil(b * n / 8)], each the number of a level, with the sign in the top bit; b = 1 + bits of s;
     scales float32[m].
-    ``s``: number of non-zero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
+    ``s``: number of nonzero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
     ``base``: 1.1 .. 16; base**(s-1) must not exceed 2**126. Only base 2 has native kernels.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering,

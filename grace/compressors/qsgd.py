@@ -16,7 +16,7 @@ from grace.ops.validate import fitting
 @register("qsgd")
 @dataclass(frozen=True)
 class QSGD(Compressor):
-    """Round |x| / ||x|| to one of ``quantum_num`` levels at random, so that the expectation is x.
+    """Round |x| / ||x|| stochastically to 0 or one of ``quantum_num`` levels, so that the expectation is x.
 
     The expectation is exact up to 2**-17 of a level (`grace.core.rng.Rng.noise`): an element below norm / (2**17 *
     quantum_num) always becomes zero.
@@ -77,7 +77,7 @@ class QSGD(Compressor):
         return blocks.scaled(xp, level[:n], payload[1], self.traits.block_size)
 
     def _levels(self, xp: Any, codes: Array) -> Array:
-        # The values of codes, relative to the norm.
+        # Returns the values of codes, relative to the norm.
         codes, top = xp.cast(codes, "int32"), 1 << (self.bits - 1)
         level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
         return xp.where(codes >= top, -level, level)

@@ -1,4 +1,4 @@
-"""Top-k elements, randomly rounded and scaled down."""
+"""Top-k elements, stochastically rounded and scaled down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grace.core.registry import register
 @register("qsparse")
 @dataclass(frozen=True)
 class Qsparse(Chain):
-    """Send the elements of largest magnitude, rounded at random to a few levels and scaled by 1 / (1 + w).
+    """Send the elements of largest magnitude, rounded stochastically to a few levels and scaled by 1 / (1 + w).
 
     Payload: as ``chain``: codes and norm of the k values, positions int32[k]. w is the quantiser's variance, which for
     k values in one bucket is min(k / s², sqrt(k) / s). The factor makes the method a contraction for any number of

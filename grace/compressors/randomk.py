@@ -73,7 +73,7 @@ class RandomK(Sparsifier, Selector):
         return Shared(self)
 
     def positions(self, ctx: Context) -> Array:
-        """int32[k]: this step's positions. A draw takes longer than a message."""
+        """Return this step's positions, int32[k], drawn once per step, because a draw takes longer than a message."""
         return ctx.once((type(self), self.compress_ratio, self.mode), lambda: self._drawn(ctx))
 
     def _drawn(self, ctx: Context) -> Array:
@@ -90,7 +90,7 @@ class RandomK(Sparsifier, Selector):
         return (self.sent(x, self.positions(ctx), ctx),), state
 
     def sent(self, x: Array, positions: Array, ctx: Context) -> Array:
-        """float32[k]: the wire values of these positions."""
+        """Return float32[k], the wire values of these positions."""
         values = ctx.xp.take(x, positions)
         if self.unbiased_scale:
             values = values * (1 / self.chance(max(1, ctx.size)))
@@ -104,7 +104,7 @@ class RandomK(Sparsifier, Selector):
         return ctx.xp.inplace.scatter(ctx.xp.zeros(ctx.size), positions, self.values(payloads, positions, ctx))
 
     def values(self, payloads: Sequence[Payload], positions: Array, ctx: Context) -> Array:
-        """float32[k]: the mean of all workers' values at these positions."""
+        """Return float32[k], the mean of all workers' values at these positions."""
         xp = ctx.xp
         total = xp.cast(positions * 0, "float32")  # zeros: a traced graph does not know k
         for (values,) in payloads:

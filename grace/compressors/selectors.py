@@ -20,7 +20,7 @@ STEP, STEPS = 1.03, 32
 """Candidate thresholds are the sample's estimate times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
 FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
 MISS = [1e-3 * (len(FACTORS) - j) for j in range(len(FACTORS))]
-"""Penalty of each candidate on its count's distance to k: of equal distances, the highest threshold wins."""
+"""Penalty added to the distance of a candidate's count to k, so that of equal distances the highest threshold wins."""
 SMALL = 100
 """Up to this size a tensor is too small for estimates: the largest elements are selected exactly."""
 
@@ -102,8 +102,8 @@ class Sampled(Largest):
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
         candidates = self._threshold(x, sample, ctx) * xp.asarray(FACTORS, "float32")
-        # On a host, reading ``enough`` costs no wait. Often enough elements exceed the likely candidate, so that fewer
-        # need to be examined than with the lowest one.
+        # On a host, reading ``enough`` costs no wait. The likely candidate is usually low enough, and then fewer
+        # elements need to be examined than with the lowest candidate.
         if xp.piece and self.likely:
             found, enough = self._above(xp, x, candidates, self.likely, k)
             if enough:
@@ -115,7 +115,7 @@ class Sampled(Largest):
         return max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
 
     def _threshold(self, x: Array, sample: int, ctx: Context) -> Array:
-        # float32[1]: the threshold that the wanted share of the sample reaches.
+        # Returns float32[1]: the threshold that the wanted share of the sample reaches.
         xp = ctx.xp
         drawn = xp.bitwise_and(ctx.rng("sample").bits(sample), 0x7FFFFFFF) % ctx.size
         size = _magnitudes(xp, xp.take(x, drawn))
@@ -123,8 +123,8 @@ class Sampled(Largest):
         return xp.reshape(-xp.max(-largest), (1,))
 
     def _above(self, xp: Any, x: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
-        # int32[K]: positions of the elements above the candidate that is exceeded by about k elements; and whether the
-        # list is complete, since only elements above the candidate at ``start`` are examined.
+        # Returns int32[K], positions of the elements above the candidate that is exceeded by about k elements; and
+        # whether the list is complete, since only elements above the candidate at ``start`` are examined.
         likely = xp.beyond(x, candidates[start : start + 1])
         values = xp.take(x, likely)
         chosen, enough = self._nearest(xp, _magnitudes(xp, values), candidates, start, k)
@@ -163,16 +163,16 @@ class Thresholded(Largest):
 
     @abstractmethod
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
-        """float32[1]: the threshold for x, which has more than `SMALL` elements."""
+        """Return float32[1], the threshold for x, which has more than `SMALL` elements."""
 
     def above(self, x: Array, threshold: Array, xp: Any) -> Array:
-        """float64[1]: the number of magnitudes in x above a threshold."""
+        """Return float64[1], the number of magnitudes in x above a threshold."""
         return xp.excess(x, threshold)[:1]
 
 
 @dataclass(frozen=True)
 class Gaussian(Thresholded):
-    """Takes a normal distribution's quantile, times 0.5 or 1.5 up to three times until 2k/3 to 4k/3 elements exceed it.
+    """Scales a normal quantile by 0.5 or 1.5, up to three times, until 2k/3 to 4k/3 elements exceed it.
 
     Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning" (GaussianK-SGD), 2019,
     arXiv:1911.08772.
@@ -206,7 +206,7 @@ class Ranged(Thresholded):
 
     @abstractmethod
     def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
-        """float32[1]: the threshold. ``at`` maps a fraction of the range from mean to largest, float64[1], to one."""
+        """Return a threshold, float32[1]. ``at`` maps a fraction, float64[1], of the range mean .. largest to one."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ WIDE = 2**15
 @register("shared_int")
 @dataclass(frozen=True)
 class SharedInt(Blockwise):
-    """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.
+    """Round x / s * levels stochastically to integers, s the largest magnitude on any worker; sum these on the wire.
 
     Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers are summed. The result is
     unbiased.
@@ -81,7 +81,7 @@ class SharedInt(Blockwise):
         return (total, scale, own), state
 
     def scale(self, x: Array, ctx: Context) -> Program[Array]:
-        """float32[m]: each block's largest magnitude on any worker."""
+        """Return float32[m], each block's largest magnitude on any worker."""
         xp, spans = ctx.xp, self._spans(ctx)
         largest = xp.concat(
             [xp.max_abs(blocks.rows(xp, x[start:stop], self.traits.block_size)) for start, stop in spans]

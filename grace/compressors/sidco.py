@@ -26,8 +26,8 @@ class SIDCo(Sparsifier, Selector):
     Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
     Of tensors with fewer than 4096 elements, or fewer than 32 wanted ones, the k largest elements are sent.
     State: stages int32[1], the number of stages; sum float32[1] and count int32[1] of the ratios K / k in this window;
-    errors, one float32 for each possible number of stages, -1 if untried. None with a fixed number of stages, or if the
-    k largest are sent. ``compress_ratio``: the share of elements to send, in (0, 1].
+    errors, one float32 for each possible number of stages, -1 if untried. There is no state with a fixed number of
+    stages, or if the k largest are sent. ``compress_ratio``: the share of elements to send, in (0, 1].
     ``sid``: the distribution of magnitudes; "e": exponential; "gp": gamma in the first stage, then generalised Pareto;
     "p": generalised Pareto.
     ``stage_rule``: "robust": changes the number of stages unless the new one is known to be worse; "paper": adds one
@@ -126,7 +126,7 @@ class SIDCo(Sparsifier, Selector):
 
     # -- the threshold ----------------------------------------------------------------------------------------------
     def threshold(self, xp: Any, x: Array, stages: Array) -> Array:
-        """float32[1]: the threshold after ``stages``, int32[1]. One pass over x for each stage, plus one for "gp"."""
+        """Return the threshold after ``stages``, int32[1]: float32[1]. One pass over x per stage, plus one for "gp"."""
         n = float(xp.shape(x)[0])
 
         def left(stage: Array, _: Array) -> Array:
@@ -146,7 +146,7 @@ class SIDCo(Sparsifier, Selector):
         return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
 
     def share(self, xp: Any, stage: Array, stages: Array) -> Array:
-        """float64[1]: the logarithm of the share that ``stage`` lets through, of ``stages`` stages in all."""
+        """Return float64[1], the logarithm of the share that ``stage`` lets through, of ``stages`` stages in all."""
         whole = math.log(self.compress_ratio)
         begin = whole if self.compress_ratio >= self.delta1 else math.log(self.delta1)
         later = (whole - begin) / xp.cast(xp.maximum(stages - 1, 1), "float64")

@@ -78,7 +78,7 @@ class SketchSGD(AgreedSparsifier):
         return xp.reshape(columns, (-1,))[: ctx.size], xp.reshape(negative, (-1,))[: ctx.size]
 
     def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[rows * columns]: the table; an entry is the sum of the elements hashed to it, with random signs."""
+        """Return the table, float32[rows * columns]; entries are sums of elements hashed to them, with random signs."""
         xp, width, table = ctx.xp, self.width(ctx.size), []
         for word in hashes:
             columns, negative = self._places(word, ctx)
@@ -86,7 +86,7 @@ class SketchSGD(AgreedSparsifier):
         return xp.concat(table)
 
     def estimate(self, table: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[n]: the elements as estimated from the table."""
+        """Return float32[n], the elements as estimated from the table."""
         xp, width = ctx.xp, self.width(ctx.size)
         found = []
         for row, word in enumerate(hashes):

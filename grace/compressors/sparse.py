@@ -108,7 +108,7 @@ class Elements:
         return indices.write(ctx.xp, self.coding(ctx.size), positions, ctx.size, self.count(ctx.size))
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        """int32[K]: the inverse of `write`."""
+        """Return int32[K], the inverse of `write`."""
         return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
@@ -152,7 +152,7 @@ class Sparsifier(Scattered):
 
 
 def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
-    """float32[n]: the sum of values at their positions; ValueError unless positions ascend within 0 .. n-1."""
+    """Return float32[n], the sum of values at their positions; ValueError unless positions ascend within 0 .. n-1."""
     total = xp.zeros(n)
     for values, positions in pairs:
         total = xp.scatter_add(total, placed(xp, positions, n), values)
@@ -165,13 +165,13 @@ def poisoned(xp: Any, values: Array, x: Array) -> Array:
 
 
 def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
-    """bool[n]: True for all elements of ``above``, and for the first ones of ``band`` until there are ``count``."""
+    """Return bool[n], True for all elements of ``above``, and for the first of ``band`` until there are ``count``."""
     room = count - xp.sum(xp.cast(above, "int32"))
     return above | (band & (xp.cumsum(xp.cast(band, "int32")) <= room))
 
 
 def beyond(xp: Any, x: Array, threshold: Array) -> Array:
-    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if none, the largest element's.
+    """Return int32[K], ascending positions where |x| exceeds a threshold, float32[1]; if none, the largest element's.
 
     Non-finite elements exceed any threshold, so that every worker sees them.
     """
@@ -183,7 +183,7 @@ def beyond(xp: Any, x: Array, threshold: Array) -> Array:
 
 
 def signed(xp: Any, positions: Array, negative: Array) -> Array:
-    """int32[K]: positions that also carry a sign: -1 - position where ``negative``."""
+    """Return int32[K], positions that also carry a sign: -1 - position where ``negative``."""
     return xp.where(negative, -1 - positions, positions)
 
 

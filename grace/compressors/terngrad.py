@@ -16,7 +16,7 @@ from grace.ops.validate import fitting
 @register("terngrad")
 @dataclass(frozen=True)
 class TernGrad(Blockwise):
-    """Round each element at random to -s, 0 or s, with s the largest magnitude, so that the expectation is x.
+    """Round each element stochastically to -s, 0 or s, with s the largest magnitude, so that the expectation is x.
 
     Payload: codes uint8[ceil(n/4)], 0, 1, 2 for -s, 0, s; scales float32[m].
     ``clip``: magnitudes above this many root mean squares are clipped first, which adds a bias; 0: no clipping.

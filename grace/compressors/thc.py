@@ -20,7 +20,7 @@ CUT = NormalDist().inv_cdf(1 - 1 / 64)  # 1 in 32 standard normal numbers exceed
 @register("thc")
 @dataclass(frozen=True)
 class THC(Blockwise):
-    """Rotate each block at random, alike on all workers, round at random to equally spaced levels, sum on the wire.
+    """Rotate each block at random, alike on all workers, round stochastically to equal steps, and sum on the wire.
 
     Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
     byte each if N * (2**bits - 1) <= 255, in two if this is below 32,768, else in four. A block has d elements on the

@@ -55,10 +55,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        """Decode a payload: float32[n], bit-equal on every worker."""
+        """Decode a payload to float32[n], bit-equal on every worker."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: x minus the decoded payload. x is donated."""
+        """Return x minus the decoded payload, float32[n]. x is donated."""
         return ctx.xp.inplace.subtract(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
@@ -69,9 +69,9 @@ class Compressor(ABC):
         return ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
-        """Decode a payload that was reduced on the wire (`Combine.MEAN`): float32[n].
+        """Decode a payload that was reduced on the wire (`Combine.MEAN`) to float32[n].
 
-        Its arrays are sums over the workers if `Traits.wire_sum` is set, else means.
+        The payload's arrays are sums over the workers if `Traits.wire_sum` is set, else means.
         """
         return self.decompress(payload, ctx)
 

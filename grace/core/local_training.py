@@ -24,7 +24,7 @@ class Settings:
     """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
     """P fragments of the model take turns. Either their number P, for contiguous fragments of about equal bytes, or the
-    parameter names of each.
+    parameter names of each fragment.
     """
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing."""
@@ -98,8 +98,8 @@ class Settings:
         return [tuple(names[start:stop]) for start, stop in zip(cuts, [*cuts[1:], len(names)], strict=True)]
 
     def outer_step(self, base: Array, momentum: Array | None, mean: Array) -> tuple[Array, Array | None]:
-        """Base and momentum after one step of the outer optimizer. ``mean``: the mean pseudo-gradient. ``momentum``:
-        None without momentum. All arrays have one shape and dtype.
+        """Return base and momentum after one step of the outer optimizer. ``mean``: the mean pseudo-gradient.
+        ``momentum``: None without momentum. All arrays have one shape and dtype.
         """
         if momentum is None:
             return base - self.outer_lr * mean, None

@@ -46,7 +46,7 @@ class Memory(ABC):
 
     @abstractmethod
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        """Next state, from the compressed vector (``x``, donated) and its payload."""
+        """Return the next state, from the compressed vector (``x``, donated) and its payload."""
 
     def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         """Return the exchange's result, given the mean of all workers' payloads, float32[n]; and next state.

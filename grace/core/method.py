@@ -85,21 +85,21 @@ class Method:
         return type(self)(other.compressor, other.memory)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:
-        """float32[n]: the mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
+        """Return the mean, float32[n], of all workers' payloads, in rank order, or of the one that they ``agreed`` on.
 
         An engine may return an `Undecoded` mean.
         """
         return self.compressor.decompress(payloads[0], ctx) if agreed else self.compressor.aggregate(payloads, ctx)
 
     def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
-        """float32[n]: as `mean`, but decoded, for a program that computes with the result."""
+        """As `mean`, but always decoded to float32[n], for a program that computes with the result."""
         yield from ()
         return materialize(self.mean(payloads, ctx, agreed))
 
     def mean_of_shards(
         self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], senders: Sequence[int] = ()
     ) -> Any:
-        """float32[n]: a tensor decoded from one payload for each of its consecutive ``shards``.
+        """Return the tensor, float32[n], decoded from one payload for each of its consecutive ``shards``.
 
         ``senders``: the ranks that sent them, for an error message; by default 0, 1, ...
         """
@@ -120,9 +120,9 @@ class Undecoded(ABC):
 
     @abstractmethod
     def array(self, out: Array | None = None) -> Array:
-        """float32[n], decoded, in ``out`` if given."""
+        """Return the decoded mean, float32[n], in ``out`` if given."""
 
 
 def materialize(mean: Any) -> Array:
-    """A mean as float32[n], decoded if it is not yet."""
+    """Return a mean as float32[n], and decode it first if necessary."""
     return mean.array() if isinstance(mean, Undecoded) else mean

@@ -141,7 +141,7 @@ def number(value: Any) -> bool:
 
 
 def at_level(compressor: Compressor, level: Level) -> Compressor:
-    """The compressor with the fields of a level changed, its own or its nested compressors'.
+    """Return the compressor with a level's fields changed, in the compressor itself or in its nested compressors.
 
     ValueError for an unknown field.
     """
@@ -179,7 +179,7 @@ def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
 
 
 def _fields(compressor: Compressor) -> dict[str, tuple[Any, Any]]:
-    # (value, default) of each field, by name: the compressor's own fields and its nested compressors'.
+    # Returns (value, default) of each field, by name: those of the compressor and of its nested compressors.
     found: dict[str, tuple[Any, Any]] = {}
     for each in fields(compressor):  # type: ignore[arg-type]
         value = getattr(compressor, each.name)

@@ -93,7 +93,7 @@ REGISTRIES: dict[type, Registry] = {
 
 
 def offered(group: str, kind: str, cls: type = object) -> list[Any]:
-    """What installed packages offer as entry points of a group, loaded; warns of those that fail or are no ``cls``."""
+    """Load the entry points of a group from installed packages; warns of those that fail or are no ``cls``."""
     found = []
     for entry in entry_points(group=group):
         try:

@@ -136,15 +136,15 @@ class Rng:
         return (_known_keys if known else self._xp.random.keys)(stem(seed, label, name), step, worker)
 
     def bits(self, n: int) -> Any:
-        """int32[n]: 32 random bits each."""
+        """Return int32[n] of 32 random bits each."""
         return self._xp.random.words(*self.keys, self.offset, n)
 
     def uniform(self, n: int) -> Any:
-        """float32[n] in [0, 1), multiples of 2**-24."""
+        """Return float32[n] in [0, 1), multiples of 2**-24."""
         return self._xp.random.uniform(*self.keys, self.offset, n)
 
     def noise(self, n: int) -> Any:
-        """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
+        """Return float32[n] in (0, 1), odd multiples of 2**-17, for stochastic rounding; cheaper than `uniform`.
 
         Element j is 2**-17 plus a fraction of 16 bits: the upper half of word j mod 2**16 of a table that all tensors
         of a step share, plus that of word j // 2**16 of this stream, modulo 1. Any two elements are independent, so
@@ -155,7 +155,7 @@ class Rng:
         return self._xp.random.noise(self.table, self.keys, self.offset, n)
 
     def rounded(self, x: Any, n: int) -> Any:
-        """The float32[n] ``x``, each element rounded at random to a neighbouring integer, with expectation x.
+        """Round the float32[n] ``x`` stochastically: each element becomes a neighbouring integer, with expectation x.
 
         This is floor(x + noise) with the noise added to the fraction alone, so large integers stay exact.
         """
@@ -163,15 +163,15 @@ class Rng:
         return lower + self._xp.cast((x - lower) + self.noise(n) >= 1.0, "float32")
 
     def normal(self, n: int) -> Any:
-        """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
+        """Return float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
         u = self._xp.random.uniform(*self.keys, 2 * self.offset, 2 * n)
         radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[0::2]))
         return radius * self._xp.cos((2.0 * math.pi) * u[1::2])
 
     def sample(self, n: int, k: int) -> Any:
-        """int32[k]: k different positions of 0..n-1, ascending; every set is equally likely.
+        """Return int32[k], different positions of 0..n-1, ascending; every set is equally likely.
 
-        They are the positions with the k smallest words, as unsigned numbers. Ties cannot occur for n <= 2**32: the
-        hash permutes the counters.
+        They are the positions with the k smallest words, as unsigned numbers. Ties cannot occur for n <= 2**32, because
+        the hash permutes the counters.
         """
         return self._xp.random.sample(*self.keys, self.offset, n, k)

@@ -1,4 +1,4 @@
-"""Tensors and payloads cut into chunks that fit a cache, and into shards, one per worker."""
+"""Cuts tensors and payloads into chunks that fit a cache, and into shards, one per worker."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Combine(Enum):
     MEAN = "mean"
     """Payloads are linear in the gradient: they may be averaged on the wire."""
     AGREED = "agreed"
-    """The workers agreed on one payload inside ``compress``: no exchange is left."""
+    """The workers agreed on one payload inside ``compress``, so no exchange is left."""
 
 
 @dataclass(frozen=True)

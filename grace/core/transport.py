@@ -29,7 +29,7 @@ class Transport(ABC):
     def timeout(self) -> float:
         """Seconds until a wait for other workers raises TimeoutError, where the library allows it.
 
-        Set to None: `usual_timeout`.
+        If it is set to None, `usual_timeout` applies.
         """
         return self.usual_timeout if self._timeout is None else self._timeout
 

@@ -41,7 +41,7 @@ def about(setup: Setup) -> dict[str, Any]:
 
 
 def params_of(method: Method, communicator: Communicator, policy: Policy | None, options: Options) -> dict[str, Any]:
-    """All parameters of a Grace, seed included: `grace_from_params` builds an equal Grace from them.
+    """A Grace's parameters that affect results, seed included; `grace_from_params` builds an equal Grace from them.
 
     A class that is not registered appears under its class name, which `grace_from_params` does not know.
     """
@@ -84,14 +84,14 @@ def _plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages of toolkits, and of Horovod, that are imported."""
+    """The versions of Python, and of Horovod and the toolkits' packages where they are imported."""
     names = (*(name for toolkit in toolkits() for name in toolkit.modules), "horovod")
     loaded = {name: str(getattr(sys.modules[name], "__version__", "")) for name in names if name in sys.modules}
     return {"python": platform.python_version(), **loaded}
 
 
 def machine() -> dict[str, Any]:
-    """This worker's machine, without its name."""
+    """The system, processor, number of cores and GPU of this worker's machine, without its host name."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return {
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,4 +1,4 @@
-"""Whether an exchange was applied: the rule for all integrations, and the windows that it decides.
+"""The rule by which all integrations decide whether an exchange was applied, and the windows that it decides.
 
 1. A parameter's means are applied if an optimizer that holds the parameter steps while they are its gradient, and the
    step changes a parameter or the optimizer's state. Clamping, decay or averaging by hand is no step. A step of one
@@ -37,7 +37,7 @@ PATIENCE = 3
 
 
 class Window:
-    """The exchanges that one decision covers; counted as a step at its first applied tensor."""
+    """The exchanges that one decision covers. They count as one step once a tensor of them is applied."""
 
     __slots__ = ("counted", "names")
 
@@ -55,7 +55,7 @@ class Windows:
         self._digests: dict[str, int] = {}
         self._latest = Window()
         self.digest = 0
-        """A running sum of all decisions, independent of their order, by which workers compare them."""
+        """A checksum of all decisions, independent of their order, by which workers compare their decisions."""
         self.recent: dict[str, str] = {}
         """The decisions since the last exchange, by tensor, for an error message."""
 
@@ -86,7 +86,8 @@ class Windows:
     def close(self, names: Collection[str], applied: bool, tracing: bool = False) -> int:
         """Decide undecided tensors; returns the number of windows that this counts as applied, or as discarded.
 
-        ``tracing``: whether a graph is being traced. Workers may trace it unequally often, so the digest then stays.
+        ``tracing``: whether a graph is being traced. The digest then stays, because workers may trace a graph different
+        numbers of times.
         """
         windows, number = dict.fromkeys(map(self._of.pop, names)), 0
         self.recent.update(dict.fromkeys(names, "applied" if applied else "discarded"))
@@ -123,7 +124,7 @@ class Decides(Protocol):
 
 
 class Rule:
-    """The rule for one Grace. Sets of tensors are given by name; those that are decided are ignored."""
+    """The rule for one Grace. Tensors are given by name; those that are already decided are ignored."""
 
     def __init__(self, grace: Decides):
         self._grace = grace
@@ -132,7 +133,7 @@ class Rule:
         self.others = False
         """Whether an optimizer without tensors of this Grace has stepped since the last exchange."""
         self.dropped = 0
-        """Number of exchanges since the last step whose means were removed, not discarded by a call."""
+        """Number of exchanges since the last step whose means were removed rather than discarded by a call."""
         self._said: set[str] = set()
         self._by_hand = 0  # number of windows in a row that were written by hand and discarded
 
@@ -148,8 +149,9 @@ class Rule:
     def stepped(self, held: Set[str], present: Set[str], changed: bool, when: Any = None) -> None:
         """An optimizer has completed a step.
 
-        ``held``: its tensors; ``present``: those whose means were their gradients; ``changed``: whether the step
-        changed a parameter or the optimizer's state; ``when``: the same as a flag on a device, bool[].
+        ``held``: its tensors; ``present``: those whose gradients were the means; ``changed``: whether the step
+        changed a parameter or the optimizer's state; ``when``: if only a device knows that, its
+        flag, bool[], and ``changed`` is True.
         """
         self.owned |= held
         undecided = self._grace.undecided & held

@@ -46,11 +46,11 @@ class Averager(Facts):
         self._reporter.notes[name] = text
 
     def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
-        """Submit a gradient. Its bucket is sent once it is complete and the buckets before it were sent.
+        """Submit a gradient. Its bucket is sent once it has all its gradients and the buckets before it were sent.
 
-        Buckets leave in one order on all workers, regardless of the order of these calls. ``spent``: the gradient is
-        donated: if arrays are mutable, its memory may hold the mean, so do not read it again. Raises KeyError for an
-        unknown name and RuntimeError for a second gradient before `finish`.
+        Buckets leave in one order on all workers, regardless of the order of these calls. ``spent``: whether the
+        gradient is donated. If arrays are mutable, its memory may then be overwritten, so do not read it again. Raises
+        KeyError for an unknown name and RuntimeError for a second gradient before `finish`.
         """
         self.start_all({name: gradient}, spent)
         return Job(name)
@@ -69,10 +69,10 @@ class Averager(Facts):
         return self._exchange.next_bucket()
 
     def finish(self, job: Job) -> Array | None:
-        """The mean of a gradient, in its shape and dtype. The first call ends the step.
+        """Return the mean of a gradient, in its shape and dtype. The first call ends the step.
 
-        A gradient that was not submitted is absent on this worker. With ``track_missing`` its mean is None if it is
-        absent on all workers; otherwise zero takes its place.
+        A gradient that was not submitted is absent on this worker, and counts as zero in the mean. With
+        ``track_missing`` the mean is None if the gradient is absent on all workers.
         """
         if job.name not in self._means:
             self.flush()
@@ -85,7 +85,7 @@ class Averager(Facts):
         self.land()
 
     def step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
-        """The means of these gradients, in one exchange. Other tensors take no part."""
+        """Return the means of these gradients, averaged in one exchange. Other tensors take no part in it."""
         if not gradients or self.paused:
             return dict(gradients)
         return self.setup.xp.unconverted(self._step)(gradients)
@@ -108,7 +108,7 @@ class Averager(Facts):
         """Wait for all launched buckets, round by round, and keep the new state, undecided with `defer_commit`.
 
         ``last``: False if more of this step follows. Raises RuntimeError on all workers, and keeps the previous state,
-        if they are at different exchanges, decided differently, or one gave up (`abort`).
+        if they are at different exchanges, if they decided earlier ones differently, or if one gave up (`abort`).
         """
         exchange = self._exchange
         with self._undone_on_error():
@@ -117,7 +117,7 @@ class Averager(Facts):
             finally:
                 self._reporter.skipped += exchange.skipped
                 self.setup.attempt += 1
-                self.setup.exchanges += not self.setup.xp.tracing  # a worker may trace a graph more often
+                self.setup.exchanges += not self.setup.xp.tracing  # workers may trace a graph unequally often
                 self._next_exchange()
         self._landed += [name for name, mean in self._means.items() if mean is not None]
         if not last:
@@ -171,7 +171,7 @@ class Averager(Facts):
             self.paused = before
 
     def leave(self, names: Iterable[str]) -> None:
-        """Leave out these tensors, and no others, after the next exchange, in which the workers agree on it."""
+        """Leave out exactly these tensors after the next exchange, in which the workers check that they agree."""
         if (left := frozenset(names)) != self.setup.leaving:
             self.setup.windows.note(left ^ self.setup.leaving, "removed from its optimizer")
             self.setup.leaving = left
@@ -204,7 +204,7 @@ class Averager(Facts):
         self.settles()
 
     def begin(self, by_hand: bool) -> None:
-        """Begin an exchange. ``by_hand``: whether its gradients were set by hand; all raise if workers differ in it."""
+        """Begin an exchange. ``by_hand``: whether its gradients were set by hand; all raise if workers differ."""
         self.setup.by_hand = by_hand
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -228,11 +228,11 @@ class Averager(Facts):
         self._ledger.decide(applied, discarded, when)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Confirm that means were applied: count the step and keep its state. ``names``: only of these tensors."""
+        """Confirm that means were applied: count the step and keep its state. ``names``: of these tensors alone."""
         self.decide(applied=self.undecided if names is None else names)
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Restore the state before an exchange whose means were not applied. ``names``: only of these tensors."""
+        """Restore the state before an exchange whose means were not applied. ``names``: of these tensors alone."""
         self.decide(discarded=self.undecided if names is None else names)
 
     rollback = discard

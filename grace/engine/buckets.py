@@ -14,7 +14,7 @@ from grace.core.dtypes import ITEMSIZE
 FIRST_BUCKET_MB = 1.0  # small, so that the first message leaves early in the backward pass
 
 CHANGED = "If the model has changed, call grc.rebuild(model.named_parameters()), or make a new Grace"
-"""The remedy for tensors of another shape."""
+"""The advice of error messages about tensors of another shape than was built."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Unit:
 
     @cached_property
     def wire(self) -> str:
-        """The dtype of lossless payloads: the gradients' own if they share one of under 4 bytes, else `dtype`."""
+        """The dtype of lossless payloads: that of the gradients if they share one of under 4 bytes, else `dtype`."""
         (dtype, *others) = {tensor.dtype for tensor in self.tensors}
         return dtype if not others and ITEMSIZE[dtype] < 4 else self.dtype
 
@@ -100,9 +100,9 @@ def layout(
     """Buckets of the tensors in reverse order, roughly the order in which a backward pass produces them.
 
     ``method``: the name of the method, for error messages. ``refusal``: a function that returns why the method does not
-    compress a tensor; empty if it does. ``options``: `grace.engine.options.Options`. ``first``: the number of the first
-    bucket. ``lossless``: whether the method sends a tensor uncompressed, by the tensor's name; such tensors are fused
-    only if their dtypes agree.
+    compress a tensor, or an empty string if it does. ``options``: `grace.engine.options.Options`. ``first``: the number
+    of the first bucket. ``lossless``: whether the method sends a tensor uncompressed, by the tensor's name; such
+    tensors are fused only if their dtypes agree.
     """
     buckets: list[Bucket] = []
     bucket_mb = math.inf if options.fuse == "model" else options.bucket_mb
@@ -127,9 +127,10 @@ def layout(
 def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[list[Any]]:
     """Group tensors (any objects with ``size`` and ``nbytes``), in the order of their gradients, into buckets.
 
-    A bucket is closed once it is full, so only the last one can be small: each bucket costs a message. Tensors of fewer
-    than ``min_numel`` elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket
-    in MiB; infinity: one bucket.
+    A bucket is closed once it has reached its size, so that only the last one can be smaller, because each bucket costs
+    a message. The size of the first bucket is at most 1 MiB, so that it leaves early. Tensors of fewer than ``min_numel``
+    elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket in MiB; infinity
+    for a single bucket.
     """
     groups: list[list[Any]] = []
     small: list[Any] = []

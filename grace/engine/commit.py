@@ -153,7 +153,7 @@ class Commit:
         return means
 
     def _count_joined(self, joined: Joined) -> None:
-        # Divide the vector's bytes among the units by their sizes: every element takes equally many.
+        # Divide the vector's bytes among the units in proportion to their sizes.
         setup, whole = self._setup, sum(unit.size for unit in joined.units)
         asked = [each for each in self._flight.scheduler.asked if each[0] == joined.name]
         sent, received, _ = setup.meter.count([joined.name], asked, setup.transport.group_rank, {})[joined.name]
@@ -161,7 +161,7 @@ class Commit:
             joined.counts[unit.name] = [sent * unit.size // whole, received * unit.size // whole, 1]
 
     def _shaped(self, names: Sequence[str], means: Sequence[Array], shapes: Sequence[Any]) -> dict[str, Array | None]:
-        # The means of tensors in their own shapes, which most of them have already.
+        # Returns the means in the shapes of their tensors, which most means have already.
         reshape, found = self._setup.xp.reshape, zip(names, means, shapes, strict=True)
         return {name: mean if mean.shape == shape else reshape(mean, shape) for name, mean, shape in found}
 
@@ -188,7 +188,8 @@ class Commit:
 
     # -- finite means --------------------------------------------------------------------------------------------------
     def _judge(self, unit: Unit, mean: Any) -> tuple[Any, Array]:
-        # Returns the mean and whether it is finite, bool[]. Decodes a mean only if its payloads do not show that.
+        # Returns the mean and whether it is finite, bool[]. Decodes a mean only if its payloads do not show whether it
+        # is finite.
         setup, xp = self._setup, self._setup.xp
         seen = self._marks.get(unit)
         if seen is None:
@@ -208,7 +209,7 @@ class Commit:
 
     def _narrow(self, unit: Unit) -> bool:
         # A residual may push a mean beyond float16's range. After a reduce-scatter each worker has only its own row, so
-        # skip the check: workers could not decide alike.
+        # the workers could not decide alike, and the check is skipped.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, PendingMean]:
@@ -236,7 +237,8 @@ class Commit:
         return bool(self._holders) and all(self._holders.get(tensor.name) == 0 for tensor in unit.tensors)
 
     def _count_holders(self, gradients: Mapping[str, Array | None]) -> dict[str, float]:
-        # Number of workers with a gradient, for each tensor that this worker lacks; reading it synchronises a device.
+        # Returns the number of workers with a gradient for each tensor whose gradient is missing on this worker.
+        # Reading the numbers synchronises a device.
         names = [tensor.name for unit in self._flat for tensor in unit.tensors]
         missing = [name for name in names if gradients.get(name) is None]
         if not missing or not self._setup.track_missing:

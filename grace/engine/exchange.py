@@ -28,7 +28,7 @@ class Exchange:
         self._donated: set[str] = set()
         self._flights: list[Flight] = []
         self._launched = 0  # number of launched buckets
-        self._departed = False  # with a thread pool: whether all launched buckets have left it and were sent
+        self._departed = False  # with a thread pool: whether it has encoded all launched buckets and they were sent
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
         self._sampled: dict[Unit, Array] = {}  # this worker's gradients, whose samples measure noise
 
@@ -119,8 +119,8 @@ class Exchange:
 
     def _begin_later_rounds(self) -> None:
         # Begin the next round of all messages but the last, while gradients are still computed. This depends on the
-        # messages alone, so all workers send in one order. Not for workers in lockstep, which must all post a message
-        # before one waits; nor on devices, whose computation would wait; nor where a thread pool sends.
+        # messages alone, so all workers send in one order. Skipped for workers in lockstep, which must all post a
+        # message before one waits; on devices, whose computation would wait; and where a thread pool sends.
         setup = self._setup
         if setup.transport.lockstep or setup.xp.tracing or not setup.xp.on_host or setup.offload is not None:
             return
@@ -165,8 +165,8 @@ class Exchange:
         return None if probe is None or not found else probe.sample(found)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
-        # Units that share a switch in a graph: all units, or each compressed unit by itself and all dense ones
-        # together. Compressed units come first.
+        # Returns groups of units that share a switch in a graph: one group of all units if the policy decides for them
+        # together, else a group of each compressed unit and one of all dense units. Compressed units come first.
         schedule = self._setup.schedule
         compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
         if schedule is not None and schedule.policy.together and compressed:
@@ -175,7 +175,7 @@ class Exchange:
 
     def _switch(self, name: str, flat: dict[Unit, Array]) -> None:
         # Trace the whole exchange at each level, so that a change of level needs no retracing.
-        # Add byte counts outside the switch: a variable that all switches assign would serialise them.
+        # Add byte counts outside the switch, because a variable that all switches assign would serialise the switches.
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
@@ -208,7 +208,7 @@ class Exchange:
 
     # -- headers -----------------------------------------------------------------------------------------------------
     def _presence(self, units: Iterable[Unit]) -> list[float]:
-        # The header, and for each tensor whether it has a gradient here.
+        # Returns the header, and for each tensor whether this worker has a gradient.
         setup = self._setup
         values: list[float] = header(setup.place(), bool(self.failure), setup.world_size) if setup.tagged else []
         if setup.track_missing:
@@ -238,7 +238,7 @@ class Exchange:
             if self._setup.offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1].scheduler.depart(wait=True)
                 return False  # return first: workers of one process must post their messages before any of them waits
-            # a list: every flight must advance, also after one that is not done
+            # a list, so that every flight advances, also after one that is not done
             done = [flight.scheduler.advance() for flight in self._flights]
         return all(done)
 

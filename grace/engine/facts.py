@@ -43,7 +43,7 @@ class Facts:
 
     @property
     def track_missing(self) -> bool:
-        """Whether gradients may be absent (None) on some workers: costs 4 bytes per tensor and step."""
+        """Whether gradients may be absent (None) on some workers, which costs 4 bytes per tensor and step."""
         return self.setup.track_missing
 
     @track_missing.setter

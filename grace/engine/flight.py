@@ -17,10 +17,10 @@ Vectors = Mapping[Unit, Array]
 
 
 class Flight:
-    """The units of one message, their gradients as vectors, and the exchange of these.
+    """The units of one message, their gradients as vectors, and the exchange of these vectors.
 
     ``flat``: each unit's vector, whose memory the mean may take. ``levels``: each unit's policy level. ``layout``: the
-    groups among the units. ``presence``: header and gradient flags, which are summed over the workers; empty: none.
+    groups among the units. ``presence``: header and gradient flags, which are summed over the workers, or nothing.
     ``sample``: elements of some units, float32[n], to average exactly. ``last``: the message before this one.
     """
 
@@ -40,7 +40,7 @@ class Flight:
         self.begun = 1
         """Number of rounds begun before the end of the backward pass."""
         self.plain = dict.fromkeys(unit for unit in layout.rest if setup.plain(unit, levels[unit]))
-        """Units that travel uncompressed, each as an array of its own: an ordered set."""
+        """Units that travel uncompressed, each as a separate array. The dictionary serves as an ordered set."""
         xp = setup.xp
         programs: dict[str, Program[Any]] = {}
         for each in layout.groups:
@@ -88,7 +88,7 @@ class Flight:
         return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), out)
 
     def undo(self) -> None:
-        """Keep the groups' state from before the exchange, unless it has been committed."""
+        """Restore the groups' state from before the exchange, unless the exchange has been committed."""
         for each in self.layout.groups:
             each.group.undo()
 
@@ -104,6 +104,6 @@ def _first(program: Program[tuple[Array, ...]]) -> Program[Array]:
 
 
 def _decoded(program: Program[tuple[Any, Any]], out: Array | None) -> Program[Array]:
-    # The mean of a program without a state, in memory that it no longer needs, if there is some.
+    # Returns the mean of a program without a state, decoded to ``out``, if given, where it is not yet decoded.
     mean, _ = yield from program
     return mean.array(out) if isinstance(mean, Undecoded) else mean

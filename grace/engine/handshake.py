@@ -14,9 +14,9 @@ from grace.transports.launched import JOINED
 
 
 def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
-    """Compare settings and tensors with the other workers'; returns the largest ``number`` of all workers.
+    """Compare settings and tensors with those of the other workers; return the largest ``number`` of all.
 
-    If they differ, all workers raise a ValueError that names the difference.
+    If settings or tensors differ, all workers raise a ValueError that names the difference.
     """
     if transport.size == 1:
         return number
@@ -73,8 +73,8 @@ HEADER = 5
 def header(place: Place, failed: bool, workers: int) -> list[float]:
     """A tag of the exchange and its square, a tag of the decisions and its square, and whether the worker gave up.
 
-    The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No tag is
-    0, which Horovod adds for a worker that has called hvd.join().
+    The sums over the workers show exactly whether all tags are equal (`in_step`), since float32 is exact below 2^24. No
+    tag is 0, which Horovod adds for a worker that has called hvd.join().
     """
     limit = min(2039, math.isqrt(2**24 // workers)) - 1
     exchange = 1 + (2 * place.exchange + place.by_hand) % limit
@@ -83,7 +83,7 @@ def header(place: Place, failed: bool, workers: int) -> list[float]:
 
 
 def in_step(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers are at one exchange, decided alike and none gave up, given the sums of their headers."""
+    """Whether all workers are at one exchange and decided alike, and none gave up, given the sums of their headers."""
     exchange, squares, decisions, more_squares, failed = (round(each) for each in sums)
     return failed == 0 and workers * squares == exchange**2 and workers * more_squares == decisions**2
 

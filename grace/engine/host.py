@@ -1,4 +1,4 @@
-"""Runs methods of another toolkit on the same host with NumPy's kernels."""
+"""Runs methods with NumPy's kernels for another toolkit on the same host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grace.core.sharding import template
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
     """`Method.encode` by NumPy's kernels, for a toolkit on this host that lacks some kernels.
 
-    None if NumPy is no faster, or if the method requests collectives.
+    Returns None if NumPy is no faster, or if the method requests collectives.
     """
     host = host_backend(ctx, method.compressor, method.memory)
     if host is None or inspect.isgeneratorfunction(method.memory.compensate):
@@ -50,9 +50,9 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 
 
 def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
-    """The host backend that runs a method instead of the toolkit; None: the toolkit runs it.
+    """The host backend that runs a method instead of the toolkit; None if the toolkit runs it.
 
-    Third-party methods always run on the toolkit: they may support no other.
+    Third-party methods always run on the toolkit, because they may support no other.
     """
     if ctx.size < HOSTED or (host := ctx.xp.host) is None or compressor.traits.lossless:
         return None

@@ -1,4 +1,4 @@
-"""The ledger: exchanges that wait for a decision, and the steps that are counted by it."""
+"""The ledger: exchanges that wait for a decision, and the steps that decisions count."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Ledger:
         self._reporter.step_passed()
 
     def look_back(self) -> None:
-        """Correct the number of steps by a device's flags. Random streams depend on it: call before each exchange."""
+        """Correct the number of steps by a device's flags, before each exchange, as random streams use the number."""
         for steps, flag in self._late:
             if not flag():
                 self._setup.step.assign(self._setup.step.read() - steps)

@@ -23,7 +23,7 @@ class Way(NamedTuple):
     dense: bool
     """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
     layout: str = ""
-    """Describes where residuals are stored (`residual_layout`); empty: on each worker, for whole tensors."""
+    """Describes where residuals are stored (`residual_layout`); empty if each worker stores those of whole tensors."""
     choice: str = ""
     """Why the communicator was chosen; empty if it was named."""
 
@@ -51,7 +51,7 @@ class Ways(list[Way]):
     def resolve(
         self, methods: Iterable[tuple[Method, Communicator]], transport: Transport | None, options: Options
     ) -> None:
-        """Resolve communicators for the workers of ``transport``; None: for any number of workers."""
+        """Resolve communicators for the workers of ``transport``; with None, provisionally, until workers are known."""
         ways = []
         for method, communicator in methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))

@@ -99,7 +99,7 @@ class OthersState(ValueError):
 def agreed(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
     """`checked`, but all workers raise if one does. Every worker must make this call.
 
-    Before there are tensors, workers cannot exchange messages: another worker's state is then no error yet.
+    Before there are tensors, workers cannot exchange messages, so another worker's state is then no error yet.
     """
     together = setup.world_size > 1 and not setup.transport.lockstep and not setup.transport.elastic
     try:
@@ -154,7 +154,7 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
 
 
 def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], moved: bool) -> list[Fitted]:
-    # The arrays that `load` sets. ``moved``: the states are those of all workers of another run.
+    # Returns the arrays that `load` sets. ``moved``: whether the states are those of all workers of another run.
     xp, store, units = setup.xp, setup.store, setup.table.by_name()
     strategies = store.strategies(levels, units) if moved else {}
     before = states[0].get("strategies", {})

@@ -38,7 +38,7 @@ class Schedule:
         self.step = 0
         """Number of steps at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """By tensor: pairs of the epoch from which a level was in use and that level. With trials, steps take the
+        """By tensor, pairs (epoch, level): the level was in use from this epoch on. With trials, steps take the
         place of epochs.
         """
         self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step of the current trial
@@ -200,7 +200,8 @@ class Schedule:
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
         """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Each step is timed from the end of the one before, or from the last decision; the training's first is not.
+        # Each step is timed from the end of the one before, or from the last decision; the training's first step is not
+        # timed.
         steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
         mine = statistics.median_low(steps) if steps else 0.0
         wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
@@ -219,7 +220,7 @@ class Schedule:
 
     # -- agreement --------------------------------------------------------------------------------------------------
     def _agreed(self, wanted: tuple[Collective, ...], event: str) -> Program[list[Any]]:
-        # Results of the ``wanted`` collectives; raises unless all workers have the same state.
+        # Returns the results of the ``wanted`` collectives; raises unless all workers have the same state.
         (least,), (most,), *rest = yield (*self._check(), *wanted)
         self._compare(least, most, f"before {event}")
         return rest

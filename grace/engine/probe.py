@@ -15,12 +15,12 @@ LEAST, SHARE = 64, 512
 
 
 def positions(name: str, size: int) -> list[int]:
-    """Positions of the sampled elements: one at random in each of equally long parts; all of a small tensor.
+    """Positions of the sampled elements: a random one in each of equally long parts, or all of a small tensor.
 
     They are the same on all workers and toolkits.
     """
     count = min(size, max(LEAST, size // SHARE))
-    draw = random.Random(name)  # a generator of its own: the global one stays as it is
+    draw = random.Random(name)  # a separate generator, so that the global one stays as it is
     return [min(int((part + draw.random()) * size / count), size - 1) for part in range(count)]
 
 

@@ -34,8 +34,8 @@ GROWN = 1.5  # a residual that has grown by this factor since the middle of a re
 class Recorder:
     """Writes one worker's record: a first line of facts, then the changes since the previous line.
 
-    Each line opens the file and appends to it, so others may read it meanwhile. If a write fails during the training, a
-    warning says so and the training goes on without it.
+    Each line opens the file and appends to it, so others may read it at any time. If a write fails during the training,
+    a warning says so and the training goes on without it.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Reporter:
         self.skipped = 0
         self.discarded = 0
         self._recorder: Recorder | None = None
-        self._not_finite: set[str] = set()  # metrics of which a warning has told
+        self._not_finite: set[str] = set()  # metrics that a warning has named
         self._weighed = False  # whether the traffic was compared with that of a dense allreduce
         if setup.given_transport is not None:
             self.open_record()

@@ -92,11 +92,11 @@ NUMBERED = re.compile(r"_(\d+)(?=/|#|$)")  # the suffix of an automatic layer na
 
 
 def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str]:
-    """Map each name of ``mine`` to one of ``theirs`` if Keras renamed the same variables; empty if they do not match.
+    """Map names of ``mine`` to those of ``theirs`` if Keras renamed the same variables; empty if it did not.
 
-    Names are paths, with numbers of elements. A model loaded from a file names its variables without the model
-    ('dense/kernel' for 'sequential/dense/kernel'), and another process numbers automatic names differently but in the
-    same order. Everything else must be equal. ``mine`` may have further names.
+    Both arguments map names, which are paths, to numbers of elements. A model loaded from a file names its variables
+    without the model ('dense/kernel' for 'sequential/dense/kernel'), and another process numbers automatic names
+    differently but in the same order. Everything else must be equal. ``mine`` may have further names.
     """
     if theirs.keys() <= mine.keys():
         return {}
@@ -108,7 +108,8 @@ def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str
 
 
 def _alike(names: Mapping[str, int], first: int) -> dict[tuple[str, int], list[str]]:
-    # Groups of names that differ only in their numbers, by ascending numbers. ``first``: leading path parts to ignore.
+    # Returns groups of names that differ only in their numbers, in ascending order of these. ``first``: number of
+    # leading path parts to ignore.
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names, key=lambda name: [int(each or 0) for each in _numbers(name)]):
         parts = NUMBERED.sub("", name).split("/")
@@ -239,7 +240,7 @@ def _moved(
 ) -> dict[str, Any]:
     # Moves residuals, and the means of the old strategy's first compression, to the first compression of the new
     # strategy. Other arrays cannot be moved.
-    unnamed = any("/" in key for key in cells)  # not a dense tensor's
+    unnamed = any("/" in key for key in cells)  # False for a dense tensor
     first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
     for key, value in cells.items():
@@ -259,8 +260,8 @@ def _moved(
 
 
 def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
-    # float64[count]: what the residuals and carried arrays of all workers add to the sum of all workers' gradients, at
-    # elements start .. start+count-1.
+    # Returns float64[count]: what the residuals and carried arrays of all workers add to the sum of all workers'
+    # gradients, at elements start .. start+count-1.
     import numpy as np
 
     workers, total = states[0]["world_size"], np.zeros(start + count)
@@ -273,7 +274,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
             elif field == RESIDUAL and point in places:
                 first, size = places[point]
                 holders = sharing(point, places[point], everybody)
-                # lost workers also held the elements
+                # if all remaining workers hold the elements, so did the lost ones
                 share = workers / (workers if holders == len(states) else holders)
             else:
                 continue

@@ -15,7 +15,7 @@ from grace.engine.trace import Trace
 
 
 class WorkerPool:
-    """CPU threads that run the programs of ``units``, beside the thread that computes gradients."""
+    """CPU threads that run the programs of ``units`` in parallel with the thread that computes gradients."""
 
     def __init__(self, threads: int, units: Collection[str], xp: Backend):
         self._pool, self.units, self._xp = ThreadPoolExecutor(threads, "pool"), units, xp
@@ -143,7 +143,7 @@ class RoundScheduler:
             return self._step(unit, answer)
 
     def _step(self, unit: str, answer: Any) -> tuple[bool, Any]:
-        # (True, result) of a program that has returned, or (False, request).
+        # Returns (True, result) if the program has returned, else (False, request).
         try:
             return False, self._programs[unit].send(answer)
         except StopIteration as stop:

@@ -246,7 +246,7 @@ class Grace(Averager):
     def tuning(self) -> RoundScheduler | None:
         """`tune` for several workers in one process: call ``advance()`` on each in turn until all return True.
 
-        None if there is no decision to make, on all workers alike.
+        Returns None, on all workers alike, if there is no decision to make.
         """
         self._end_step("finish it before the policy is told of it")
         schedule, setup = self.schedule, self.setup
@@ -273,7 +273,7 @@ class Grace(Averager):
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker: the step, and every tensor's arrays (PyTorch: CPU tensors; else NumPy).
 
-        Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
+        Each worker saves and loads its own state, as residuals differ. `grace.checkpoint` writes states to files.
         Raises RuntimeError if states of another number of workers were loaded and still wait for `build`.
         """
         if self._waiting:  # no step since it was loaded

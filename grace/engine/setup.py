@@ -31,7 +31,7 @@ from grace.engine.trace import Trace
 from grace.transports import get_transport
 
 DENSE = "(dense)"
-"""The name of the program that averages uncompressed units as arrays of their own."""
+"""The name of the program that averages uncompressed units as separate arrays."""
 PRESENT = "(present)"
 """The name of the program that sums headers and counts, per tensor, the workers with a gradient."""
 SAMPLE = "(sample)"
@@ -69,7 +69,7 @@ class Setup:
         self.track_missing = False
         self.defer_commit = False
         self.keeps_base = True
-        """With `defer_commit`: whether the state before an exchange is kept; else a discard zeroes its residuals."""
+        """With `defer_commit`: whether the state before an exchange is kept; if not, a discard zeroes the residuals."""
         self.transposed = False
         """Whether Keras's kernels, [in, out], are exchanged as [out, in]; see `choose_layout`."""
         self.saved_layout: bool | None = None
@@ -184,9 +184,9 @@ class Setup:
             self._unsettled = {}
 
     def choose_layout(self) -> bool:
-        """Return `transposed`, which a call decides as long as there are no tensors.
+        """Return `transposed`, which each call decides anew until there are tensors.
 
-        It is that of a loaded state with arrays; without one, True if a method that may run is blockwise.
+        A loaded state with arrays decides it; without one, it is True if a method that may run is blockwise.
         """
         if not self.bound:
             blockwise = any((method.compressor.traits.block_size or 0) > 1 for method, _ in self._methods)
@@ -281,7 +281,7 @@ class Setup:
         return unit.wire if lossless else unit.dtype
 
     def context(self, unit: Unit, step: Any, draws: dict[Any, Array] | None = None) -> Context:
-        """The context of a unit in a step. ``draws``: what `Context.once` has drawn in it."""
+        """The context of a unit in a step. ``draws``: what `Context.once` has drawn in this step."""
         return Context(
             xp=self.xp,
             name=unit.name,

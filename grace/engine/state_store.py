@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grace.engine.groups.rows import RowTable
 
 IN_ROWS = ("memory/residual", "compressor/q")
-"""Ends of the keys of arrays that are kept in a `RowTable`, where a host's memory can be written to."""
+"""Endings of the keys of arrays that a `RowTable` holds if arrays are mutable and on the host."""
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""
 
@@ -204,7 +204,7 @@ class StateStore:
         return bool(self._cells[unit.name][level])
 
     def cells(self, unit: Unit, level: int | None) -> list[Any]:
-        """The cells of a unit's state at a level, or at all; none for a dense tensor without state."""
+        """The cells of a unit's state at a level, by None at all levels; none for a dense tensor without state."""
         levels = self._cells[unit.name]
         chosen = levels if level is None else levels[level : level + 1]
         return list(dict.fromkeys(cell for cells in chosen for cell in cells.values()))
@@ -372,5 +372,5 @@ class StateStore:
 
 
 def _lasting(key: str, way: Way) -> bool:
-    # Whether state survives a change of level: the memory's does, and a compressor's own residual.
+    # Whether an array survives a change of level: the memory's do, and those of a compressor with its own feedback.
     return parsed(key)[1] == "memory" or way.method.compressor.traits.internal_feedback

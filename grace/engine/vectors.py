@@ -1,4 +1,4 @@
-"""The vectors of gradients that an exchange compresses, which it may overwrite."""
+"""Makes the vectors of gradients that an exchange compresses and may overwrite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_group(xp: Any, grouped: Grouped, gradients: Mapping[str, Array | None], d
 
 
 def of_joined(joined: Joined, gradients: Mapping[str, Array | None]) -> list[Array] | None:
-    """The gradients of units that travel as one vector, of any shape, which are only read; None where one is absent."""
+    """The gradients, of any shape, of units that travel as one vector, to be read only; None if one is absent."""
     return _present(joined.names, gradients)
 
 

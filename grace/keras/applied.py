@@ -1,7 +1,8 @@
 """Tells whether a Keras optimizer has applied means.
 
 `Optimizer.apply` advances ``_iterations`` in each step, even in one that only accumulates means. If a loss scaler
-skips a step, ``_iterations`` stays. A user's own ``apply`` may step without counting: then compare its variables.
+skips a step, ``_iterations`` stays. A user's own ``apply`` may step without counting, so its variables are compared
+instead.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Step:
     def made(self) -> Any:
         """Whether the optimizer has stepped: a bool, or bool[] in a graph."""
         xp, before, after = self._kit.backend(), self._before, self._marks()
-        before = [*before, *[0] * (len(after) - len(before))]  # an optimizer that was built meanwhile began with zeros
+        before = [*before, *[0] * (len(after) - len(before))]  # an optimizer built in this step began with zeros
         same = [one == two for one, two in zip(before, after, strict=True)]
         if not xp.tracing:
             return not all(map(bool, same))

@@ -24,7 +24,7 @@ class BackupAndRestore(GraceCallback, keras.callbacks.BackupAndRestore):
 
     Worker 0 writes weights, optimizer and epoch, and restores them for all. Each worker writes its Grace's state below
     ``backup_dir`` and reads its own; the folder is shared, or on each worker's disk. With ``save_freq="epoch"`` and
-    batches that depend on the epoch alone, the restarted training is that without an interruption, to the bit. With an
+    batches that depend on the epoch alone, the restarted training is bit-equal to an uninterrupted one. With an
     integer, Keras begins the interrupted epoch again. Arguments as Keras's; ``grace``: as in `BroadcastCallback`.
 
     Raises ValueError on all workers if one cannot read its part of the backup.
@@ -53,8 +53,9 @@ class BackupAndRestore(GraceCallback, keras.callbacks.BackupAndRestore):
         self._agree(transport, problem, "restore its Grace from")
 
     def _restored(self, driven: Any, logs: Any) -> tuple[int | None, list[int], str]:
-        # Epoch (None: there is no backup), steps of the Graces (none: a backup of Keras's own callback, whose missing
-        # residuals a warning names at the first step), and the error if it could not be read.
+        # Returns the epoch (None: there is no backup), the steps of the Graces (empty for a backup of Keras's own
+        # callback, whose missing residuals a warning names at the first step), and the error if the backup could not be
+        # read.
         before, self.model._initial_epoch = self.model._initial_epoch, None
         try:
             super().on_train_begin(logs)
@@ -66,7 +67,8 @@ class BackupAndRestore(GraceCallback, keras.callbacks.BackupAndRestore):
                 self.model._initial_epoch = before
 
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
-        # Write states before weights, and keep two: a crash in between leaves the states of the older weights.
+        # Write states before weights, and keep the last two states: after a crash in between, the older one fits the
+        # weights.
         transport, driven = self._transport(), self._wanted()
         problem = ""
         try:

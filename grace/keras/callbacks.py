@@ -130,13 +130,14 @@ class MetricAverageCallback(GraceCallback):
 
     Numbers become floats, and arrays (a metric per class) float64 arrays of the same shape. The mean is computed in
     float64 over the workers that have the metric, and every worker gets it, even one without. Other values stay
-    unchanged. A value that is not finite makes the mean so; a warning on worker 0 names the metric and the workers,
-    once. ``grace``: as in `BroadcastCallback`. Raises ValueError on all workers if arrays of one name differ in shape.
+    unchanged. A value that is not finite makes the mean not finite; a warning on worker 0 names the metric and the
+    workers, once. ``grace``: as in `BroadcastCallback`. Raises ValueError on all workers if arrays of one name differ
+    in shape.
     """
 
     def __init__(self, grace: Grace | None = None):
         super().__init__(grace)
-        self._not_finite: set[str] = set()  # metrics of which a warning has told
+        self._not_finite: set[str] = set()  # metrics that a warning has named
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = {str(key): _plain(value) for key, value in (logs or {}).items()}

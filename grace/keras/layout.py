@@ -1,7 +1,8 @@
 """The layout in which kernels are exchanged.
 
-Keras stores matrices as [in, out]. A blockwise method cuts the flattened matrix into blocks with a scale each, which
-would then mix outputs, such as frequent and rare words. Such a method sees them as [out, in], PyTorch's layout.
+Keras stores matrices as [in, out]. A blockwise method cuts the flattened matrix into blocks with a scale each, so that
+a block would mix several outputs, such as frequent and rare words. Such a method therefore gets matrices as [out, in],
+PyTorch's layout.
 """
 
 from __future__ import annotations

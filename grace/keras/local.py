@@ -39,16 +39,16 @@ def _assign(variable: Any, value: Any) -> None:
 class LocalCallback(keras.callbacks.Callback):
     """Let each training step in ``fit`` count as a step of local training.
 
-    Use a plain optimizer: gradients stay local. BatchNorm's moving means are averaged once in H steps. ``fit`` ends
-    with ``local.finish()``, here and once more after all other callbacks. So all workers have the same model, whatever
-    was written at the end of training (best weights by EarlyStopping, SwapEMAWeights, ``use_ema``) and in any order of
-    the callbacks. Call ``local.finish()`` yourself before an evaluation in between. With ``steps_per_execution`` above
-    1, H counts calls of that many steps. Put `BroadcastCallback` before it, so that all workers start from the same
-    variables; all must make the same number of steps.
+    Use a plain optimizer: gradients stay local. BatchNorm's moving means are averaged once in H steps. At the end of
+    ``fit`` this callback calls ``local.finish()``, and once more after all other callbacks. So all workers have the
+    same model, whatever was written at the end of training (best weights by EarlyStopping, SwapEMAWeights, ``use_ema``)
+    and in any order of the callbacks. Call ``local.finish()`` yourself before an evaluation in between. With
+    ``steps_per_execution`` above 1, H counts calls of that many steps. Put `BroadcastCallback` before it, so that all
+    workers start from the same variables; all must make the same number of steps.
 
     The second ``finish`` runs with the History callback, which ``fit`` puts after yours: if the list has a History of
     your own, put it behind the callbacks that write weights. Raises TypeError for anything but a DiLoCo, ValueError for
-    a distributed optimizer, and for a model that is not built or has other variables.
+    a distributed optimizer, and for a model that is not built or whose trainable variables have changed.
     """
 
     def __init__(self, local: DiLoCo):

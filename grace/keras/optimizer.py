@@ -31,8 +31,8 @@ def DistributedOptimizer(
     Compile models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
 
     The means of an ``apply`` count as applied if the optimizer advances its ``_iterations`` or, in an ``apply`` of
-    your own, changes a variable. Means that it accumulates for a later step count as applied, too.
-    If it skips the step or raises, they are discarded: all state and the count of steps are as before the exchange.
+    your own, changes a variable. Means that the optimizer accumulates for a later step count as applied, too.
+    If the optimizer skips the step or raises, means are discarded, which restores all state and the count of steps.
     `average_gradients` sees no step, so its means always count as applied.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap

@@ -1,4 +1,4 @@
-"""Where workers start: compared once, before their first exchange and in `fit`, so that a restart is alike on all."""
+"""Compares where workers start, once, before their first exchange and in `fit`, so that a restart is equal on all."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Toolkit(ABC):
 
     @abstractmethod
     def like(self, variable: Any, transposed: bool) -> Array:
-        """An array or spec of a variable's dtype and shape. ``transposed``: of the reversed shape."""
+        """An array or spec of a variable's dtype and shape. ``transposed``: whether to reverse the shape."""
 
     @abstractmethod
     def pack(self, variables: Sequence[Any]) -> Array:

@@ -21,7 +21,7 @@ class EF21(Memory):
     step. Unlike a residual, an estimate cannot grow beyond the gradients.
     State: estimate float32[n], mean float32[n]; mean is equal on all workers; with ``momentum`` below 1 also momentum
     float32[n] (v).
-    ``momentum``: in (0, 1]. Below 1, v = (1 - momentum) * v + momentum * gradient takes the gradient's place; it begins
+    ``momentum``: in (0, 1]. Below 1, v = (1 - momentum) * v + momentum * gradient takes the gradient's place; v begins
     with the first gradient, and averages out the noise of small batches.
     Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2; with momentum Fatkhullin,
     Tyurin and Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023, arXiv:2305.15155 (EF21-SGDM).

@@ -48,5 +48,5 @@ class EFSignSGDMemory(Memory):
         }
 
     def rate(self, ctx: Context) -> Any:
-        """float32[1]: the learning rate of this step."""
+        """Return float32[1], the learning rate of this step."""
         return ctx.xp.reshape(ctx.xp.asarray(self.lr if ctx.lr is None else ctx.lr(), "float32"), (1,))

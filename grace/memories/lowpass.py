@@ -18,7 +18,7 @@ class LowPass(Residual):
     residual = (1 - rate) * residual + rate * (x - sent). State: residual float32[n].
     ``rate``: in (0, 1]; 1 is the memory "residual". Chen et al. recommend 0.1 to 0.3 for large batches.
     ``beta``, ``gamma``: as in the memory "residual".
-    ``reset_every``: number of steps after which the residual is set to zero, again and again; 0: never.
+    ``reset_every``: period, in steps, at the end of which the residual is set to zero; 0: never.
     Chen et al., "ScaleCom", NeurIPS 2020, arXiv:2104.11125, section 2 (low-pass filtering); for resets Xie, Lin, Toh
     and Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv:2407.04480.
     """

@@ -12,7 +12,7 @@ from grace.core.registry import register
 from grace.memories.residual import Residual
 
 UNSEEN = 1e-4
-"""A second moment below this times the mean second moment counts as not learned in the warm-up."""
+"""A second moment below this fraction of the mean second moment counts as not learned in the warm-up."""
 
 
 @register("onebit_adam")
@@ -29,7 +29,7 @@ class OneBitAdam(Memory):
     where that moment is small, as for weights of mostly zero inputs; here the quotient is compressed.
     Departure from the paper: a frozen second moment does not follow later gradients, such as those of rare rows of an
     embedding or of unused experts, and a quotient has no bound if its divisor is almost zero. So if an element's
-    second moment is below 1e-4 of the mean over the tensor's non-zero second moments, this mean replaces it; if all are
+    second moment is below 1e-4 of the mean over the tensor's nonzero second moments, this mean replaces it; if all are
     zero, the gradient divided by its root mean square is sent. No element moves by more than
     max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates per step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.

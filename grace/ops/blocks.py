@@ -34,7 +34,7 @@ def flat(xp: Any, matrix: Array, n: int) -> Array:
 
 
 def counts(xp: Any, n: int, block: int | None) -> Array:
-    """float32[m]: number of elements in each block."""
+    """Return float32[m], the number of elements in each block."""
     m = block_count(n, block)
     width = n if block is None else block
     if m == 0:
@@ -43,7 +43,7 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
 
 
 def divisor(xp: Any, scale: Array) -> Array:
-    """[m] -> [m, 1]: the scales as divisors for `rows`, with 1 in place of 0. (1 / scale may overflow: divide.)"""
+    """[m] -> [m, 1]: the scales as divisors for `rows`, with 1 in place of 0; divide, as 1 / scale may overflow."""
     return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
 
 

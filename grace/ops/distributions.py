@@ -18,8 +18,8 @@ ROUNDS = 8
 """Iterations of Halley's method. Four suffice for shapes 0.01 .. 100 and shares from 1e-7; the other four cost
 microseconds."""
 SMALLEST = 2.0**-52
-"""A number that is added to each magnitude before its logarithm is taken, since magnitudes may be zero. In units of
-their Euclidean norm, as in the authors' code."""
+"""A number that is added to each magnitude before its logarithm is taken, since magnitudes may be zero. The number is
+in units of their Euclidean norm, as in the authors' code."""
 
 
 def exponential(xp: Any, mean: Array, share: Array) -> Array:

@@ -44,7 +44,7 @@ def hadamard(xp: Any, rows: Array) -> Array:
 
 
 def signs(xp: Any, words: Array, streams: Array, d: int) -> Array:
-    """float32[m, d] of -1 and 1: in row i, bit ``31 - streams[i]`` of the random words int32[m * d].
+    """Return float32[m, d] of -1 and 1, by bit ``31 - streams[i]`` in row i of the random words int32[m * d].
 
     ``streams``: [m], each row's number in 0 .. `STREAMS` - 1. The words are equal on all workers, but workers with
     different streams rotate independently.

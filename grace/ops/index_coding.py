@@ -70,7 +70,7 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
 
 
 def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
-    # int32[k]: the positions of the bits that are set, among n packed bits.
+    # Returns int32[k], the positions of the bits that are set, among n packed bits.
     bits = xp.bits.unpack(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n)
     found = xp.nonzero(bits, k)
     return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))

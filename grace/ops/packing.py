@@ -79,7 +79,7 @@ def packed_trits(n: int) -> int:
 
 
 def pack_trits(xp: Any, trits: Array) -> Array:
-    """int32[n] of -1, 0 and 1 -> uint8[`packed_trits`(n)], 0 .. 242: the sum of (trit + 1) * 3**j over j = 0 .. 4.
+    """Pack int32[n] of -1, 0 and 1 in uint8[`packed_trits`(n)], 0 .. 242: the sum of (trit + 1) * 3**j, j = 0 .. 4.
 
     The last five are padded with zeros; five zeros become the byte 121.
     """

@@ -6,7 +6,7 @@ from grace.core import Array, Context
 
 
 def weighted_sum(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
-    """float32[n]: beta * last + gamma * x. x is donated."""
+    """Return beta * last + gamma * x, float32[n]. x is donated."""
     xp = ctx.xp
     if beta == gamma == 1.0:
         return xp.inplace.add(x, last)

@@ -145,5 +145,6 @@ class AccordionBatch(Detector):
 
 
 def _norm(norms: Mapping[str, float]) -> float:
-    # Norm of the whole model. hypot does not overflow. Of infinity and NaN it returns infinity: both count as critical.
+    # Norm of the whole model. hypot avoids the overflow of squares. Of infinity and NaN it returns infinity, which
+    # counts as critical, as NaN does.
     return math.hypot(*norms.values())

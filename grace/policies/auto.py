@@ -237,7 +237,7 @@ class Auto(Policy):
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:
-        # The cheapest allowed level. Another than the current one must be cheaper by the margin.
+        # The cheapest allowed level. A new one must be cheaper by the margin than the current one and dense gradients.
         costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
         if current in costs:
             costs[current] *= 1 - self.margin

@@ -122,7 +122,7 @@ class Boundary(keras.layers.Layer):
     def _cross(
         self, how: Direction, direction: str, x: Any, buffer: Any, step: Any, ids: Any, training: bool
     ) -> tuple[Any, Any]:
-        # The values that the receiver sees, and for a top-k the mask of sent elements; both have the shape of x.
+        # Returns the values that the receiver sees, and for a top-k the mask of sent elements, both in the shape of x.
         if how.plain:
             return tf.identity(x), x
         xp = get_backend("tensorflow")

@@ -13,7 +13,7 @@ class Arrivals:
     def __init__(self, grace: Grace):
         self._grace = grace
         self._ready: dict[str, torch.Tensor | None] = {}
-        self._missing: set[str] = set()  # those of the next bucket
+        self._missing: set[str] = set()  # gradients of the next bucket that have not arrived
 
     @property
     def begun(self) -> bool:

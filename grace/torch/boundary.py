@@ -56,7 +56,7 @@ class Boundary(torch.nn.Module):
         """Return the input as the next stage receives it."""
         if isinstance(x, (tuple, list)):
             found = [self._one(each, number) for number, each in enumerate(x)]
-            return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)  # a namedtuple takes its fields apart
+            return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)  # a namedtuple takes separate arguments
         return self._one(x, 0)
 
     def _one(self, x: Any, number: int) -> Any:

@@ -36,12 +36,12 @@ def broadcast_parameters(
 
     ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. Of tensor subclasses with
     `__tensor_flatten__`, such as torchao's quantised weights, the inner tensors are copied. ``grace``: the Grace whose
-    transport to use; None: the initialised transport.
+    transport to use; by default, the initialised transport.
 
     Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
-    cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
-    changed. Raises TypeError if ``params`` has no names. Values that are not tensors (a module's extra state) are not
-    copied, and a warning names them.
+    cannot be copied (as it is sparse, quantised, a shard, or on the meta device), all workers raise ValueError, and
+    nothing has changed. Raises TypeError if ``params`` has no names. Values that are not tensors (a module's extra
+    state) are not copied, and a warning names them.
     """
     named, extra = _tensors(params)
     transport = transport_of(grace, next(iter(named.values()), None))
@@ -143,7 +143,7 @@ def _usual_device(transport: Transport) -> torch.device:
 
 
 class _Place:
-    """``map_location`` for `torch.load`: loads tensors of any accelerator to ``device``; CPU tensors stay there."""
+    """``map_location`` for `torch.load`: loads any accelerator's tensors to ``device``; CPU tensors stay on the CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -166,7 +166,7 @@ def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    # The tensors that hold a tensor's values: itself, or those of a wrapper.
+    # Yields the tensors that hold a tensor's values: the tensor itself, or the inner tensors of a wrapper.
     if is_wrapper(tensor) and hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _inner(f"{name}.{part}", getattr(tensor, part))
@@ -175,7 +175,7 @@ def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    # A writable integer view of a tensor's bits, each element once, and whether the tensor is expanded.
+    # Returns a writable integer view of a tensor's bits, each element once, and whether the tensor is expanded.
     if (kind := kind_of(tensor)) is not None:
         raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: leave it out, and load it on each worker")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

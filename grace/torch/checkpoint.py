@@ -18,7 +18,7 @@ class CheckpointState:
     """A Grace for torch.distributed.checkpoint: ``{"model": ..., "grace": CheckpointState(grc)}``.
 
     torch.distributed.checkpoint stores one copy of a tensor that has the same name on all workers, but residuals differ
-    between workers: here each worker's tensors have their own names. Loading needs the same number of workers; to
+    between workers, so each worker's tensors get different names here. Loading needs the same number of workers; to
     change that number, use `grace.checkpoint`.
     """
 

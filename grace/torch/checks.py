@@ -15,7 +15,7 @@ from grace.engine.session import FLOATS, MOMENTUM_TWICE, PLAIN_SGD, Grace
 from grace.transports.launched import loaded_horovod
 
 WRAPPED = ("optimizer", "base", "base_optimizer", "optim")
-"""Attributes in which wrappers keep their optimizer: Accelerate's, schedule-free's and others'."""
+"""Attributes in which wrappers, such as Accelerate's and schedule-free's, keep their optimizer."""
 
 
 @contextmanager

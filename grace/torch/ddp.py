@@ -18,7 +18,7 @@ from grace.torch.passes import NONE, running
 from grace.torch.watch import Watch
 
 LOOKS = 8
-"""Approximate number of parameters per bucket with a hook that checks, before accumulation, for removed means."""
+"""Approximate number of parameters per bucket whose hooks check, before accumulation, if means were removed."""
 
 
 @torch.no_grad()  # since create_graph=True enables autograd in the backward pass
@@ -28,10 +28,10 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
     step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
     decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
-    discarded: all state is as before the exchange. A pass that adds to undecided means is applied or discarded with
-    them. If the outcome is unknown, they count as applied, with one warning; `Grace.commit`, `Grace.discard` and
-    ``no_sync`` decide explicitly.
+    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
+    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
+    means is applied or discarded with them. If the outcome is unknown, means count as applied, with one warning;
+    `Grace.commit`, `Grace.discard` and ``no_sync`` decide explicitly.
 
     State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round of collectives overlaps the
     backward pass; later rounds follow once the last bucket is ready, in the same order on all workers. In the first
@@ -102,7 +102,7 @@ def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
 
 
 class _Known:
-    """The parameters of a bucket, whose names do not change as long as DDP keeps it."""
+    """The parameters of a bucket, whose names do not change as long as DDP keeps the bucket."""
 
     def __init__(self, parameters: list[torch.Tensor], names: list[str]):
         self.parameters, self.names = parameters, names
@@ -120,7 +120,7 @@ class _Arrived(NamedTuple):
     """The gradients: views of ``buffer``, or a dense copy if it is sparse."""
 
     def gradients(self, present: set[int]) -> dict[str, torch.Tensor | None]:
-        """By name, the gradients of parameters whose IDs are ``present``; of others None."""
+        """Return, by name, the gradients of parameters whose IDs are ``present``, and None for the others."""
         if self.known.ids <= present:
             return dict(zip(self.known.names, self.views, strict=True))
         each = zip(self.known.names, self.known.parameters, self.views, strict=True)

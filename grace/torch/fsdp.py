@@ -36,12 +36,12 @@ def fsdp(
     ``grace``: for the reduce-scatter among the workers that shard the parameters; it needs communicator "reducescatter"
     and the transport of these workers. The parameters of one `fully_shard` call, which FSDP reduces together, form one
     tensor [workers, elements of a shard], whose rows are compressed separately. Error feedback takes 8 bytes per
-    unsharded element and worker: the residual, and the one before an exchange that may be discarded.
+    unsharded element and worker: the residual, and its copy from before an exchange that may be discarded.
     ``rollback``: "keep", or "drop" to keep no second residual: then a discarded exchange loses the feedback of its
     tensors, which the report notes.
     ``replicas``: for hybrid sharding, averages each shard over its copies: shard over a mesh of one dimension, and
-    use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compress
-    here first: links are fast within machines and slow between them.
+    use the transport of the other dimension's group. It accepts any communicator except "reducescatter". If you
+    compress only one of the two, compress this average, because links between machines are slow.
 
     ``parameters``: for the all-gather before forward and backward passes: a compressor, or a dictionary such as
     ``{"compressor": "blockint", "bits": 8, "block_size": 1024}``. Needs ``grace`` or ``replicas``; a Grace of
@@ -50,8 +50,8 @@ def fsdp(
     worker computes with the decoded values, also of its own shard; the optimizer and checkpoints keep exact shards, so
     errors do not add up. Each parameter is compressed separately; vectors are sent exactly. Gathers are exact for
     dtypes other than float32, float16 and bfloat16, and among the fewer workers of ``reshard_after_forward=int``.
-    Random rounding draws the same numbers in the forward and backward passes of a step. `Report.parameters` counts the
-    bytes.
+    Stochastic rounding draws the same numbers in the forward and backward passes of a step. `Report.parameters` counts
+    the bytes.
     ``compress_no_grad``: compress parameters in forward passes under `torch.no_grad`, too, which by default use exact
     values.
     Markov, Vladu, Guo and Alistarh, "Quantized Distributed Training of Large Models with Convergence Guarantees", ICML
@@ -60,11 +60,12 @@ def fsdp(
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
     step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
     decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
-    discarded: all state is as before the exchange. A pass that adds to undecided means is applied or discarded with
-    them. If the outcome is unknown, they count as applied, with one warning; `Grace.commit` and `Grace.discard` decide
-    explicitly. The parameters of one `fully_shard` call share a decision. For passes without an exchange call FSDP's
-    ``set_requires_gradient_sync(False)``; inside `Grace.no_sync` a backward pass raises RuntimeError.
+    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
+    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
+    means is applied or discarded with them. If the outcome is unknown, means count as applied, with one warning;
+    `Grace.commit` and `Grace.discard` decide explicitly. The parameters of one `fully_shard` call share a decision. For
+    passes without an exchange call FSDP's ``set_requires_gradient_sync(False)``; inside `Grace.no_sync` a backward pass
+    raises RuntimeError.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
     Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``,
@@ -249,7 +250,8 @@ class _Step:
 
 
 def _sums(grace: Grace, numbers: list[Any]) -> Callable[[], list[float]]:
-    # Start to sum numbers over the workers; returns a function that returns the sums. On the CPU wait for them here.
+    # Start to sum numbers over the workers; returns a function that returns the sums. On the CPU, wait for the sums
+    # first.
     mine = torch.stack([grace.xp.cast(torch.as_tensor(each), "float32") for each in numbers])
     wait = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")
 
@@ -275,7 +277,7 @@ class _Group:
         """For each Grace tensor, the indices of its parameters in the group."""
         self.used: set[int] = set()  # indices of parameters with a gradient since the last reduction
         self.present: list[int] = []  # indices of parameters whose gradients are being reduced
-        self.late: dict[int, torch.Tensor] = {}  # this worker's shards of means, by index not in `present`
+        self.late: dict[int, torch.Tensor] = {}  # this worker's shards of the means of parameters not in `present`
         self.summed = False  # whether FSDP reduces scaled sums, as for float16
         self._watched: dict[int, Any] = {}
 
@@ -309,7 +311,7 @@ class _Group:
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
 
     def reduce(self, grace: Grace, x: torch.Tensor) -> torch.Tensor:
-        """Concatenated gradients [..., k] of the parameters that have one -> means [k], for this worker's shards."""
+        """Return means [k] of this worker's shards from concatenated gradients [..., k] of parameters that have one."""
         self._step.joined(self)
         self.extend()
         self.present = self._present(x.shape[-1])

@@ -14,7 +14,7 @@ from grace.torch.checks import check_parameter, check_parameters, check_unique, 
 from grace.torch.gradients import plain
 
 SAMPLED = 4096
-"""Number of elements by which `check_order` tells a tensor from others of its shape."""
+"""Number of elements by which `check_order` distinguishes tensors of one shape."""
 
 
 class Names(dict[int, str]):
@@ -32,7 +32,7 @@ class Names(dict[int, str]):
             self._add(p, name)
 
     def of(self, p: torch.Tensor) -> str:
-        """A parameter's name; a number for one that had none."""
+        """A parameter's name; "parameter" and a number if it had none."""
         self._add(p, f"parameter{len(self)}")
         return self[id(p)]
 
@@ -126,7 +126,7 @@ def check_order(parameters: Iterable[torch.Tensor], transport: Transport) -> Non
 
 
 def _digest(p: torch.Tensor) -> str:
-    # Tells a tensor from others, by its type, shape and some of its elements.
+    # Identifies a tensor by its dtype, shape and some of its elements.
     about = f"{p.dtype}{list(p.shape)}"
     if kind_of(p) is not None:
         return about

@@ -57,10 +57,11 @@ def DistributedOptimizer(
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
     step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
     decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or an optimizer over copies of it steps. Means removed, zeroed or replaced earlier are
-    discarded: all state is as before the exchange. A pass that adds to undecided means raises RuntimeError. If the
-    outcome is unknown, they count as applied, with one warning; ``grace.commit()``, ``grace.discard()`` and ``no_sync``
-    decide explicitly. Gradients set without a backward pass, as those of float32 masters, are exchanged in ``step``;
+    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
+    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
+    means raises RuntimeError. If the outcome is unknown, means count as applied, with one warning; ``grace.commit()``,
+    ``grace.discard()`` and ``no_sync`` decide explicitly. Gradients set without a backward pass, as those of float32
+    masters, are exchanged in ``step``;
     if means are undecided, gradients that differ between workers raise RuntimeError on all instead.
 
     ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
@@ -254,7 +255,7 @@ class _Driver:
                 "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
             )
         self._arrived[id(p)] = p
-        if not self._last or name not in self._members:  # others are built after the pass
+        if not self._last or name not in self._members:  # other parameters are built after the pass
             return
         if (gradient := gradient_of(p, self.grace, name)) is not None:
             self._arrivals.add(name, gradient)
@@ -293,7 +294,7 @@ class _Driver:
             if self._numbered and not self.grace.transport.elastic:
                 check_order(self._parameters.trained(), self.grace.transport)
         self.grace.tune()
-        self._left = self._members.keys() - self._watch.holding(self._optimizer).names  # of groups that were removed
+        self._left = self._members.keys() - self._watch.holding(self._optimizer).names  # tensors of removed groups
         self.grace.leave(self._left)
 
     def _give_up_failed_pass(self) -> None:
@@ -407,7 +408,7 @@ class _Driver:
         return (optimizer, averaged, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after_step(self, *_: Any) -> None:
-        # Before a user's hook may remove the gradients. What the optimizer wrote to them still counts as the means.
+        # Runs before a user's hook can remove gradients. What the optimizer wrote to them still counts as the means.
         if not self.grace.paused:
             self._watch.after(self._optimizer)
             self._watch.means.refresh(sampled=False)
@@ -437,7 +438,7 @@ def is_dummy(optimizer: torch.optim.Optimizer) -> bool:
 def _averaged(
     closure: Callable[[], Any], synchronize: Callable[[], None], device: torch.device, transport: Transport
 ) -> Callable[[], Any]:
-    # A closure after which gradients are means, and that returns the mean loss.
+    # Returns a closure that also replaces the gradients by means, and that returns the mean loss.
     def averaged() -> Any:
         loss = closure()
         synchronize()

@@ -110,7 +110,7 @@ def _ddp_averages(parameters: list[torch.Tensor], outer: Transport) -> bool:
 
     if not found():
         return False
-    gc.collect()  # the model may be gone already, but for the collector
+    gc.collect()  # the model may be garbage that was not collected yet
     return found()
 
 
@@ -119,8 +119,8 @@ def _ranks(transport: Transport) -> set[int] | None:
 
 
 def _same(ranks: set[int] | None, outer: Transport) -> bool:
-    # Whether the groups have more than this worker in common, as far as known: a group within a machine may average
-    # gradients, and local training parameters across machines.
+    # Whether the groups have more than this worker in common, as far as known. One common worker is allowed: a group
+    # within a machine may average gradients, while local training averages parameters across machines.
     others = _ranks(outer)
     return ranks is None or others is None or ranks == others or len(ranks & others) > 1
 

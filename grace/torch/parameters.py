@@ -99,7 +99,7 @@ class ParameterGather:
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()
         self._transports: dict[Any, TorchDistributedTransport] = {}
         self.mode: Mode | None = None
-        """If set, gathers are exact in forward passes without gradients; None: they are compressed there, too."""
+        """If set, gathers are exact in forward passes without gradients; if None, these gathers are compressed, too."""
         self._gathers, self._sent, self._plain = 0, 0, 0
         self._exact: dict[str, int] = {}
         try:

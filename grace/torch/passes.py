@@ -19,7 +19,8 @@ def running() -> int:
 class BackwardPass:
     """A backward pass, and the inner pass that a reentrant checkpoint runs inside it.
 
-    After the end of the inner pass, the outer one continues, perhaps without a parameter gradient whose hook would run.
+    After the end of the inner pass, the outer one continues, perhaps without another parameter gradient whose hook
+    would show this.
     """
 
     def __init__(self) -> None:

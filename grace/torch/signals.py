@@ -50,7 +50,7 @@ class Sample:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy parts of plain, dense tensors. Their views are kept as long as the tensors stay where they are."""
+        """Copy parts of plain, dense tensors. Views of the parts are reused while the tensors stay where they are."""
         addresses = [each.data_ptr() for each in tensors]
         if addresses != self._addresses:
             self._build(tensors)
@@ -151,7 +151,7 @@ def plain(x: Any) -> bool:
 
 
 def zero(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each gradient has no other element than 0; waits for a device."""
+    """For each gradient, whether all its elements are 0; waits for a device."""
     return [not each.numel() or not bool(each.count_nonzero()) for each in map(_values, gradients)]
 
 
@@ -166,9 +166,9 @@ class Gradients:
     def record(
         self, parameters: Iterable[torch.Tensor], sampled: bool = True, besides: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Record the current gradients of some parameters, and forget others but those of ``besides``.
+        """Record the current gradients of some parameters, and forget all others except those of ``besides``.
 
-        ``sampled``: with their content.
+        ``sampled``: whether to copy a sample of their content.
         """
         present = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in present]
@@ -218,13 +218,13 @@ class Gradients:
         return self._sample.signs_changed()
 
     def removed(self) -> bool:
-        """Whether all were removed, replaced or zeroed."""
+        """Whether all recorded gradients were removed, replaced or zeroed."""
         kept = [p.grad for p in self._parameters if self.kept(p) and p.grad is not None]
         return all(zero(kept))
 
 
 def nonzero(gradients: Sequence[torch.Tensor]) -> Any:
-    """Whether any gradient has another element than 0: a bool, or a flag bool[] if a device holds them."""
+    """Whether any gradient has a nonzero element: a bool, or a flag bool[] if a device holds the gradients."""
     if not gradients or waits(gradients[0].device):
         return any(bool(_values(each).count_nonzero()) for each in gradients)
     values = [each for each in map(_values, gradients) if each.numel()]
@@ -264,7 +264,7 @@ class Tracks:
         self._parameters: list[torch.Tensor] = []
         self._versions = 0
         self._whole: list[torch.Tensor] | None = None
-        self._wholly = False  # whether to compare the next step whole
+        self._wholly = False  # whether to compare all weights at the next step
 
     def take(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
         """Sample the weights that have gradients, and their state."""
@@ -280,7 +280,7 @@ class Tracks:
 
     @torch.no_grad()
     def _aim(self) -> None:
-        # Sample weights where gradients are largest: of a sparse mean, other samples might have only elements of 0.
+        # Sample weights where gradients are largest: other samples might miss the nonzero elements of a sparse mean.
         self._aimed = []
         for p in sorted(self._parameters, key=torch.Tensor.numel):
             value, gradient = local(p), local(p.grad)
@@ -338,7 +338,7 @@ class Tracks:
             self.weights.elements *= 4
             self.weights.clear()
             return True
-        # A write that leaves the sample as it is may be too small to show there.
+        # Weights were written, but the sample did not change: the changes may be too small or too few, so compare all.
         self._wholly = whole is None and sum([p._version for p in self._parameters]) != self._versions
         return False
 
@@ -360,11 +360,11 @@ class Unowned:
         self._samples = kept
 
     def written(self, names: Iterable[str]) -> set[str]:
-        """Those of some sampled tensors whose weights changed; waits for a device."""
+        """The ``names`` of sampled tensors whose weights changed; waits for a device."""
         return {name for name in names if name in self._samples and bool(self._samples[name].changed())}
 
 
 def _spread(tensors: list[T], count: int) -> list[T]:
-    # At most ``count`` of these, evenly spread.
+    # Returns at most ``count`` of the tensors, evenly spread.
     n = len(tensors)
     return tensors if n <= count else [tensors[i * (n - 1) // (count - 1)] for i in range(count)]

@@ -28,7 +28,7 @@ class Holding(NamedTuple):
     """The tensors of the Grace that the optimizer holds."""
     pairs: list[tuple[str, torch.Tensor]]
     copies: bool
-    """Whether it holds copies of all parameters instead: the same shapes, or the same total number of elements."""
+    """Whether it holds copies of all parameters instead, judged by equal shapes or an equal number of elements."""
 
 
 class _Bracket:
@@ -92,7 +92,7 @@ class Watch:
         """The gradients that got means."""
         self._versions: dict[int, int] = {}  # of the weights, by the parameter's ID
         self._unowned = Unowned()
-        self._held: dict[str, bool] = {}  # whether an optimizer held a tensor when it was first looked for
+        self._held: dict[str, bool] = {}  # whether any optimizer held a tensor when one was first looked for
         self._owner: dict[str, int] = {}  # the ID of an optimizer that holds a tensor
         self._holdings: weakref.WeakKeyDictionary[Any, tuple[list[int], int, Holding]] = weakref.WeakKeyDictionary()
         self._tracks: weakref.WeakKeyDictionary[Any, Tracks] = weakref.WeakKeyDictionary()
@@ -178,14 +178,14 @@ class Watch:
             grace.decide(discarded=gone & self.rule.owned)
 
     def _settle_step(self) -> None:
-        # A step of shards changed weights if it did so on any worker.
+        # A step on sharded parameters counts as a change if it changed any worker's shards, or if all means were 0.
         pending, self._pending = self._pending, []
         for holding, present, wait in pending:
             changed, some = wait()
             self._stepped(holding, present, changed > 0 or some == 0)
 
     def _agreed(self, removed: set[str], written: set[str]) -> tuple[set[str], set[str]]:
-        # Means were removed if they were on all workers; weights were written if they were on any.
+        # Means count as removed if all workers removed them, and weights as written if any worker wrote to them.
         grace = self.grace
         assert grace is not None
         assert self._agree is not None
@@ -283,7 +283,7 @@ class Watch:
         return found
 
     def before(self, optimizer: Any, frame: Any) -> None:
-        """An optimizer's step begins. ``frame``: of that call."""
+        """An optimizer's step begins. ``frame``: the stack frame of the step."""
         grace = self.grace
         if grace is None or (self._bracket is not None and self._bracket.runs(frame)):
             return  # a step inside another one
@@ -337,7 +337,8 @@ class Watch:
 
 # -- all optimizers of the process ------------------------------------------------------------------------------------
 _watches: weakref.WeakKeyDictionary[Watch, None] = weakref.WeakKeyDictionary()
-# In the order in which they were made, on all workers: two Graces of one model each send a message after a step.
+# The watches, in the order in which they were made, which is equal on all workers: if a model has two Graces, each
+# sends a message after a step.
 _hooks: list[Any] = []
 
 

@@ -9,11 +9,11 @@ NAMES = ("local", "torch", "horovod")
 
 
 def get_transport(name: str | Transport | None = None) -> Transport:
-    """A transport by name, or the initialised one.
+    """Return a transport by name, or the initialised one.
 
     Raises RuntimeError if none is initialised, but the name is "torch" or "horovod", or the launcher asks for several
-    workers. If no launcher asks for several, returns a transport of a single worker, which raises RuntimeError when it
-    is used although a group of several workers has been created meanwhile.
+    workers. If no launcher asks for several, returns a transport of a single worker, which raises RuntimeError if it is
+    used after a group of several workers was created.
     """
     if isinstance(name, Transport):
         return name

@@ -1,4 +1,4 @@
-"""Threads that wait for network events: they must not preempt compute threads, nor outlive the interpreter."""
+"""Keeps threads that wait for network events from preempting compute threads and from outliving the interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOCK = ("hrtimer_nanosleep",)
 LOOKS = 3
 """Number of checks, a millisecond apart: a thread that handles an event at one check may be waiting at the next."""
 POLLS = 8
-"""Number of checks to find polling threads, which are those that sleep at least half as many times meanwhile."""
+"""Number of checks to find polling threads, which fall asleep at least half as many times during the checks."""
 
 
 def settle(polling: bool = False) -> int:

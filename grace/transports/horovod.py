@@ -1,6 +1,6 @@
 """Horovod for PyTorch and TensorFlow.
 
-It matches collectives by name, so an exchange cannot mix tensors of the two toolkits.
+Horovod matches collectives by name, so an exchange cannot mix tensors of the two toolkits.
 """
 
 from __future__ import annotations
@@ -269,13 +269,13 @@ class TorchHorovod(_BoundHorovod):
 
 
 class TensorflowHorovod(_BoundHorovod):
-    """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one blocks."""
+    """TensorFlow tensors through Horovod's ops, which the executor overlaps in a graph; eagerly, each op blocks."""
 
     rooted = False  # a graph that mixes rooted strategies has been seen to hang
 
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         super().__init__(xp, hvd, process_set, rank, size)
-        self._unseen: list[Any] = []  # empty slices of results that nothing on this worker may use
+        self._unseen: list[Any] = []  # empty slices of results that may be unused on this worker
         self._caller: _Caller | None = None
 
     @property

@@ -194,7 +194,8 @@ def _mpi(
     local_sizes: Sequence[str],
     jobs: Sequence[str] = (),
 ) -> Job | None:
-    # A launcher of MPI. Each of ``local_ranks`` and the others: names of variables, of which one may be set.
+    # Reads the job of an MPI launcher. ``local_ranks``, ``local_sizes``, ``jobs``: names of variables, of which any may
+    # be set; the first that is set counts.
     if names[0] not in environ:
         return None
     rank, size = (_number(environ, name) for name in names)
@@ -247,7 +248,8 @@ _READERS = (_torchrun, _horovodrun, _open_mpi, _mvapich2, _pals, _pmi, _slurm)
 
 
 def _has_terminal(task: str) -> bool:
-    # Whether srun's task may have a terminal. A task of a step within such a shell inherits SLURM_PTY_PORT without one.
+    # Whether srun's task may have a terminal. A task of a step within such a shell inherits SLURM_PTY_PORT without a
+    # terminal.
     try:
         return Path(f"/proc/{int(task)}/stat").read_text().rpartition(")")[2].split()[4] != "0"
     except (OSError, ValueError, IndexError):
@@ -265,8 +267,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _address(environ: Mapping[str, str], launcher: str, size: int, nodes: str) -> str:
-    # Without the address of rank 0 workers cannot find each other. This host is no fallback: each host would choose
-    # itself.
+    # Without the address of rank 0 workers cannot find each other. This host is no fallback, because each host would
+    # choose itself.
     if address := environ.get("MASTER_ADDR", ""):
         return address
     if nodes:

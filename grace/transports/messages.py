@@ -28,7 +28,7 @@ CARRIED = 2**18
 class MessageTransport(Transport):
     """Packs collectives into buffers. A subclass moves them: its methods start a transfer and return a `Wait`."""
 
-    _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
+    _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never mutated
 
     xp: Any = None
 

@@ -76,8 +76,8 @@ class Packer(NamedTuple):
         return self.cut(buffer[head:], tuple(sizes))
 
     def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
-        # bool scalar: whether arrays of these lengths (``heads``) fill the rest of the buffer. Each length is checked
-        # on its own as well: the product of a huge one could wrap around.
+        # Returns a bool scalar: whether arrays of these lengths (``heads``) fill the rest of the buffer. Each length is
+        # also checked by itself, because the product of a huge length could wrap around.
         xp = self.xp
         (room,) = xp.integers(xp.lengths([buffer]) - 8 * len(widths))
         sound = xp.all((heads >= 0) & (heads <= room))

@@ -197,7 +197,8 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _limit(self, buffer: Array) -> timedelta | None:
-        # The timeout of a message; None: the group's. A timeout would make the host wait for a device.
+        # The timeout of a message; None for that of the group, as on a device, where a timeout would make the host
+        # wait.
         return None if self._timeout is None or buffer.device.type != "cpu" else _delta(self._timeout)
 
     def _begun(self, name: str, buffer: Array, work: Any) -> Wait:

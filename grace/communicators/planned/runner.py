@@ -221,7 +221,7 @@ class PlanStep:
         return ((f"compress{self.stage}.{number}", leaf) for number, leaf in enumerate(self.leaves))
 
     def method(self, method: Method) -> Method:
-        """The method of this compression: ``method`` for the first one, its second stage for later ones, of means."""
+        """The method of this compression: ``method`` for the first one, its second stage for later ones (of means)."""
         return method.for_second_stage if self.stage else method
 
 
@@ -287,7 +287,7 @@ def _leaves(compressor: Compressor, region: Context, cuts: tuple[int, ...]) -> l
 
 # -- carrying out the steps --------------------------------------------------------------------------------------------
 class _Worker:
-    """One worker's data between two actions: dense data (or a lazy mean), payloads, or nothing."""
+    """One worker's data between two actions: dense data (perhaps a mean not yet decoded), payloads, or nothing."""
 
     def __init__(self, x: Array, method: Method, state: State, ctx: Context):
         self.dense: Any = x

@@ -304,7 +304,7 @@ def _second(first: Action, compressed: bool) -> Action:
 
 
 def _then(begin: Iterable[Action | Path], *rest: Iterable[Path]) -> Iterator[Path]:
-    # Every path that consists of a path of ``begin`` and one of each item of ``rest``.
+    # Yields every path that joins a path of ``begin`` and one path of each item of ``rest``.
     if not rest:
         yield from (path if isinstance(path, tuple) else (path,) for path in begin)
         return

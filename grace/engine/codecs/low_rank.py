@@ -1,4 +1,4 @@
-"""Means of low-rank approximations, written to their memory without an intermediate array."""
+"""Means of low-rank approximations, written to the memory of the result without an intermediate array."""
 
 from __future__ import annotations
 

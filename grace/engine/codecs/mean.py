@@ -1,4 +1,4 @@
-"""Means that are decoded last: their memory may hold residuals until the state is committed."""
+"""Means that are decoded after the state is committed, because until then their memory may hold residuals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PendingMean(Undecoded):
         return found
 
     def array(self, out: Array | None = None) -> Array:
-        """The mean, float32[n], in ``out`` if given and arrays are mutable. ValueError names a bad payload's sender."""
+        """Return the mean, float32[n], in a given ``out`` if arrays are mutable. ValueError names a bad sender."""
         xp, ctx = self._ctx.xp, self._ctx
         if not xp.mutable:
             out = None
@@ -82,13 +82,13 @@ class PendingMean(Undecoded):
                     self._compressor.decompress(payload, part.ctx)
 
     def _made(self) -> Array:
-        # In new memory.
+        # Returns the mean in new memory.
         xp, compressor, parts = self._ctx.xp, self._compressor, self._parts
         if len(parts) == 1:
             return self._decoded(parts[0])
         if not cuttable(compressor):
             return xp.concat([self._decoded(part) for part in parts])
-        # Decode all shards at once: the graph is smaller.
+        # Decode all shards at once, which makes a smaller graph.
         whole = tuple(map(xp.concat, zip(*(part.payloads[0] for part in parts), strict=True)))
         return self._decoded(Part([whole], self._ctx, agreed=True))
 
@@ -128,7 +128,7 @@ class PendingMean(Undecoded):
             xp.buffers.write(out[start:stop], self._plain(piece))
 
     def _pieces(self, part: Part) -> Iterator[tuple[int, int, Part]]:
-        # Chunks that fit a cache.
+        # Yields (start, stop, part) of chunks that fit a cache, or of the whole if the method has none.
         compressor, ctx = self._compressor, part.ctx
         if not in_chunks(compressor, ctx):
             yield 0, ctx.size, part

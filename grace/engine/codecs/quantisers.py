@@ -1,4 +1,4 @@
-"""Calls of quantisers' kernels."""
+"""Kernel calls for quantisers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ How = Callable[[Any], tuple[Any, ...] | None]
 def blockwise(name: str, how: How, decode: How | None = None, draws: Callable[[Any], bool] | None = None) -> Calls:
     """Calls of the kernels ``name``_encode and ``name``_mean.
 
-    ``decode``: the arguments of the second one, by default those of the first. ``draws``: for a kernel that takes a
-    random stream, whether a compressor rounds at random.
+    ``decode``: the arguments of the mean kernel, by default those of the encode kernel. ``draws``: for a kernel that
+    takes a random stream, whether a compressor uses stochastic rounding.
     """
 
     @with_kernel("quantisers", f"{name}_encode")
@@ -78,7 +78,7 @@ def _unbiased(compressor: Any) -> bool:
 
 # -- low-bit floats and codebooks -------------------------------------------------------------------------------------
 NATURAL = {"auto": Codes("natural", 8), "grace": Codes("natural", 8, second=GRACE_TOP)}
-"""By window: the codes of natural compression."""
+"""The codes of natural compression, by window."""
 _BFLOAT16 = Codes("bfloat16", 16)
 _FP8 = {name: Codes("fp8", 8, *layout, factor=1.0 / layout.largest) for name, layout in FORMATS.items()}
 

@@ -1,4 +1,4 @@
-"""Calls of kernels of methods that send some elements with their positions."""
+"""Kernel calls for methods that send some elements with their positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Parts = Callable[[Any, Payload, Context], tuple[Array, Array]]
 
 
 def sums(parts: Parts) -> Calls:
-    """Calls with a mean of payloads that ``parts`` decodes."""
+    """`Calls` whose ``mean`` averages payloads that ``parts`` decodes."""
 
     def mean(compressor: Any, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         xp, call = ctx.xp, kernel(ctx, "sparsifiers", "sparse_mean")
@@ -54,7 +54,7 @@ def sums(parts: Parts) -> Calls:
 
 
 def _uncoded(compressor: Any, payloads: Sequence[Payload], ctx: Context) -> int | None:
-    # The number of elements, if a kernel may read gathered payloads as they are.
+    # Returns the number of elements of a payload if a kernel can read gathered payloads without decoding, else None.
     if not isinstance(payloads, GatheredPayloads) or not isinstance(compressor, Sparsifier):
         return None
     return compressor.elements.count(ctx.size) if compressor.elements.coding(ctx.size) == "int32" else None
@@ -66,14 +66,14 @@ def _sent(compressor: Sparsifier, payload: Payload, ctx: Context) -> tuple[Array
 
 # -- topk and dgc: the selectors "exact" and "sampled", and the index coding "elias_fano" -----------------------------
 def _coded(compressor: Sparsifier, name: str, ctx: Context) -> Any:
-    # The kernel that writes or reads coded positions; None for another coding.
+    # Returns the kernel that writes or reads coded positions; None if there is none or the coding is another.
     if not isinstance(compressor, SelectingSparsifier) or compressor.elements.coding(ctx.size) != "elias_fano":
         return None
     return kernel(ctx, "sparsifiers", name)
 
 
 def _write(compressor: Sparsifier, positions: Array, ctx: Context) -> tuple[Array, ...]:
-    # `Elements.write`.
+    # `Elements.write`, by a kernel if there is one.
     call = _coded(compressor, "positions_write", ctx)
     if call is None:
         return compressor.elements.write(positions, ctx)
@@ -82,7 +82,7 @@ def _write(compressor: Sparsifier, positions: Array, ctx: Context) -> tuple[Arra
 
 
 def _read(compressor: Sparsifier, sent: tuple[Array, ...], ctx: Context) -> Array:
-    # `Elements.read`.
+    # `Elements.read`, by a kernel if there is one.
     call, found = _coded(compressor, "positions_read", ctx), None
     if call is not None:
         k = compressor.elements.count(ctx.size)
@@ -96,7 +96,7 @@ def _selected(compressor: Sparsifier, payload: Payload, ctx: Context) -> tuple[A
 
 
 def _choose(compressor: Sparsifier, x: Array, residual: Array | None, ctx: Context) -> Any:
-    # (values float32[K], positions int32[K]) and the residual; None without a kernel for the selection.
+    # Returns ((values float32[K], positions int32[K]), residual); None without a kernel for the selection.
     if isinstance(compressor, Threshold):
         call = kernel(ctx, "sparsifiers", "threshold_encode")
         return None if call is None else call(x, residual, compressor.threshold)
@@ -124,7 +124,7 @@ def _compress(call: Any, compressor: SelectingSparsifier, x: Array, state: State
 
 
 def _sampled(call: Any, selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
-    # int32[K]: `Sampled.select`, with a sample of ``sample`` elements.
+    # `Sampled.select` with a sample of ``sample`` elements; returns int32[K].
     xp, k = ctx.xp, kept(selector.compress_ratio, ctx.size)
     rank, most = math.ceil(selector.compress_ratio * sample), math.ceil(1.3 * k)
     factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")

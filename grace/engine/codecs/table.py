@@ -39,10 +39,10 @@ Mean = Callable[[Any, Sequence[Payload], Array | None, Context], Array | None]
 
 
 class Calls(NamedTuple):
-    """Functions in place of a compressor's own. Each returns None where the backend lacks its kernel."""
+    """Functions that replace methods of a compressor. Each returns None where the backend lacks its kernel."""
 
     encode: Encode | None = None
-    """(compressor, x, residual, ctx): the payload of x + residual, and the new residual, in x's memory.
+    """(compressor, x, residual, ctx): returns the payload of x + residual, and the new residual in x's memory.
 
     If ``residual`` is None, the payload is that of x, and the second result is unused.
     """
@@ -59,7 +59,7 @@ _NONE = Calls()
 
 @cache
 def calls_of(kind: type[Compressor]) -> Calls:
-    """The calls of a compressor's exact type. A subclass has none: it may override any method."""
+    """The calls of a compressor's exact type. A subclass has none, because it may override any method."""
     family = _PLACES.get(kind.__module__)
     return _NONE if family is None else table(family).get(kind, _NONE)
 

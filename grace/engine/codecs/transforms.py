@@ -1,4 +1,4 @@
-"""Calls of kernels for rotations and cosine transforms."""
+"""Kernel calls for rotations and cosine transforms."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _summed_residual(call: Any, compressor: THC, x: Array, payload: Payload, ctx
 
 # -- demo: kernels add in another order, which may change the last bits of results ------------------------------------
 def _sizes(compressor: DeMo, ctx: Context) -> tuple[tuple[int, int, int, int], int]:
-    # Sizes of the matrix and a chunk, and the number of coefficients per chunk.
+    # Returns the sizes of the matrix and of a chunk, and the number of coefficients per chunk.
     sizes = compressor.sizes(ctx)
     return sizes, min(compressor.chunk_k, sizes[2] * sizes[3])
 

@@ -13,21 +13,21 @@ from grace.engine.levels import Way
 from grace.kernels.host import HostKernels
 
 KEPT = 64
-"""Number of layouts that are kept: those of buckets, of parts of a model, of a policy's levels."""
+"""Number of layouts that are cached. Each bucket, part of a model and combination of a policy's levels needs one."""
 
 
 class Grouped(NamedTuple):
     """Units that form one group."""
 
     name: str
-    """That of its program."""
+    """The name of its program."""
     group: Any
     """A `Group`, or a `HostedGroup` if ``hosted``."""
     units: tuple[Unit, ...]
     counts: dict[str, list[int]]
     """What `Meter` counts for an exchange."""
     names: tuple[str, ...]
-    """The tensor of each unit; empty unless each has one, of float32."""
+    """The tensor of each unit; empty unless each unit is a single float32 tensor."""
     name_set: frozenset[str]
     hosted: bool = False
 
@@ -37,17 +37,17 @@ class Grouped(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Units that travel as one vector of float32, each of one tensor, without a state: see `kinds.elementwise`."""
+    """Units of one tensor each, without a state, that travel as one vector of float32: see `kinds.elementwise`."""
 
     name: str
-    """That of its program."""
+    """The name of its program."""
     way: Way | None
-    """How it is compressed; None: not at all."""
+    """How the vector is compressed; None if it is not."""
     units: tuple[Unit, ...]
     names: tuple[str, ...]
     """The tensor of each unit."""
     counts: dict[str, list[int]]
-    """What `Meter` counts for an exchange; empty before the first one of a vector that is compressed."""
+    """What `Meter` counts for an exchange; for a compressed vector, empty until the first exchange."""
 
 
 class Layout(NamedTuple):
@@ -100,7 +100,7 @@ class GroupBook:
         return found
 
     def clear(self) -> None:
-        """Forget all groups, as the tensors change."""
+        """Forget all groups, because the tensors change."""
         self._known.clear()
 
     def _laid_out(self, levels: Mapping[Unit, int], library: Any) -> Layout:
@@ -170,7 +170,7 @@ class GroupBook:
         )
 
     def _kind(self, unit: Unit, level: int) -> Any:
-        # What units must share to form a group; None for a unit that is exchanged by itself.
+        # Returns what units must share to form a group; None for a unit that is exchanged by itself.
         from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
 
         setup = self._setup

@@ -69,7 +69,7 @@ class Feedback:
         return self._old, self._new
 
     def before(self, number: int, row: Array) -> Array | None:
-        """A row as it was before this exchange, which has swapped it with x; None if it has not."""
+        """Return a row as it was before this exchange if the exchange has swapped it with x, else None."""
         mine = np.flatnonzero((self._which == number) & (self._old == self._new)).tolist()
         if not mine:
             return None
@@ -106,7 +106,7 @@ class Landed:
 
 
 def addresses(xp: Backend, received: Sequence[Any]) -> Any:
-    """int64[workers], the address of the single array that each worker sent."""
+    """Return int64[workers], the address of the single array that each worker sent."""
     if isinstance(received, GatheredPayloads):
         return np.array(received.addresses()[0], np.int64)
     return np.array([xp.buffers.address(array) for (array,) in received], np.int64)
@@ -115,7 +115,7 @@ def addresses(xp: Backend, received: Sequence[Any]) -> Any:
 class Group(ABC):
     """Units with one method and communicator, encoded and decoded by the native library.
 
-    ``cells``: of each unit, the state's cells by key. ``x``: the addresses of the units' vectors, float32[n].
+    ``cells``: for each unit, the state's cells by key. ``x``: the addresses of the units' vectors, float32[n].
     """
 
     rounds: int
@@ -176,7 +176,7 @@ class Group(ABC):
 
 
 class CodedGroup(Group):
-    """A group whose payloads are gathered: they are decoded without the state."""
+    """A group whose payloads are gathered, and are decoded without the state."""
 
     @abstractmethod
     def settle(self, ok: Sequence[bool] | None) -> None:
@@ -184,7 +184,7 @@ class CodedGroup(Group):
 
     @abstractmethod
     def decode(self, landed: Any, out: Sequence[int]) -> None:
-        """Write the means to the addresses ``out``: x itself only after `settle`."""
+        """Write the means to the addresses ``out``, which may be x itself only after `settle`."""
 
     @staticmethod
     @abstractmethod
@@ -274,7 +274,7 @@ class TwoStageGroup(CodedGroup):
         super().__init__(*parts)
         compressor, (rank, workers) = self.method.compressor, (self.contexts[0].rank, self.contexts[0].world_size)
         owned = [self.communicator.owned(compressor, ctx) for ctx in self.contexts]
-        # Shards in the order of units: the first compression of each, and the second one, of means.
+        # Shards in the order of units: ``_first`` compresses a shard, and ``_second`` compresses the mean of the shard.
         shards = [(unit, owner, ctx) for unit, each in enumerate(owned) for owner, ctx in each.items() if ctx.size]
         self._unit = np.array([unit for unit, _, _ in shards], np.int64)
         self._owner = np.array([owner for _, owner, _ in shards], np.int64)
@@ -294,11 +294,11 @@ class TwoStageGroup(CodedGroup):
             senders = np.tile(np.arange(workers), (len(mine), 1))
             self._average = Decoder(library, mine, self._sent.at(self._own.tolist()), senders, threads)
             self._recode = Encoder(library, self._server, Message(self._server), threads)
-        self._means: Array = None  # the means of this worker's shards; encoding them may swap the old residuals into it
+        self._means: Array = None  # means of this worker's shards; encoding may swap the old residuals into this array
         self._set_up_feedback([place for each in owned for place, ctx in enumerate(each.values()) if ctx.size])
 
     def _set_up_feedback(self, places: Sequence[int]) -> None:
-        # ``places``: of each shard, its place among those of its unit.
+        # ``places``: the index of each shard among the shards of its unit.
         whole = cuttable(self.method.compressor)
         keys = [f"worker/{RESIDUAL}" if whole else f"worker.{place}/{RESIDUAL}" for place in places]
         found = [self.cells[unit].get(key) for unit, key in zip(self._unit, keys, strict=True)]

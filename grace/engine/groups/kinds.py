@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     coded: bool = False
     """Whether positions travel coded."""
     between: type[CodedGroup] | None = None
-    """The class between machines, of a `HierarchicalGroup`."""
+    """The class of the group between machines, for a `HierarchicalGroup`; None for another group."""
 
     def make(self, *parts: Any) -> Group:
         """The group of these ``parts``: see `Group`."""
@@ -86,7 +86,8 @@ def _of_machines(method: Method, communicator: Hierarchical, ctx: Context, state
 def elementwise(method: Method, communicator: Communicator) -> bool:
     """Whether tensors may be exchanged as one vector: each element is compressed alone, and without random numbers.
 
-    Communicators that cut tensors into shards would cut a vector elsewhere, so that other bytes would travel.
+    Not with communicators that cut tensors into shards, because they would cut a vector at other elements, so that
+    other bytes would travel.
     """
     compressor = method.compressor
     alone = type(compressor) in (FP16, NoCompression) or (type(compressor) is BF16 and not compressor.traits.unbiased)

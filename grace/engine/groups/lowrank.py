@@ -17,14 +17,14 @@ DIRECTIONS = "compressor/q"
 
 
 class Factors:
-    """What an exchange of `LowRankGroup` has agreed on: P and Q of all units, each one vector."""
+    """What an exchange of `LowRankGroup` has agreed on: the P of all units as one vector, and their Q as another."""
 
     def __init__(self, p: Array, q: Array):
         self.p, self.q = p, q
 
 
 class LowRankGroup(Group):
-    """PowerSGD with communicator "allreduce". A unit's Q is a view of one vector, and so is its P."""
+    """PowerSGD with communicator "allreduce". The Q of all units are slices of one vector, and so are their P."""
 
     rounds = 2
     overwrites = True
@@ -32,7 +32,7 @@ class LowRankGroup(Group):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         compressor: PowerSGD = self.method.compressor  # type: ignore[assignment]
-        # Units of equal shapes lie side by side, so that one call factorises all their P.
+        # Units of equal shapes are contiguous, so that one call factorises all their P.
         sizes = [compressor.sizes(ctx) for ctx in self.contexts]
         self._order = np.array(sorted(range(len(sizes)), key=lambda unit: (sizes[unit], unit)), np.int64)
         self._sizes = np.array([sizes[unit] for unit in self._order], np.int64)
@@ -53,7 +53,7 @@ class LowRankGroup(Group):
         )
         self._copies = Copies(self.library, b * r)
         self._q_memory = np.zeros(int(self._q[-1]), np.float32)
-        self._x: Any = None  # the addresses of the vectors of an exchange, in this order
+        self._x: Any = None  # the addresses of the vectors of an exchange, in the order of `_order`
 
     def _rows(self, name: str, a: Any, b: Any, r: Any) -> Rows:
         rows = Rows(self.library, name, len(self._order))
@@ -76,7 +76,7 @@ class LowRankGroup(Group):
             self._table.hold(self._which)
 
     def undo(self) -> None:
-        pass  # the state is written at the end of an exchange
+        pass  # nothing to undo, because the state is written at the end of an exchange
 
     @property
     def asked(self) -> Sequence[Collective]:

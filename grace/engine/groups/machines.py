@@ -18,14 +18,14 @@ from grace.kernels.rows import Copies
 
 
 class HierarchicalGroup(Group):
-    """``between``: the class of the group between machines."""
+    """A group with communicator "hierarchical". ``between``: the class of the group between machines."""
 
     def __init__(self, *parts: Any, between: type[CodedGroup]):
         super().__init__(*parts)
         xp, library, method, communicator, contexts, cells = parts
         machine: Hierarchical = communicator
         self._size, self._place = machine.node_size, contexts[0].rank % machine.node_size
-        # [units, workers of the machine]: the elements of each shard, and its places in its unit and in a message.
+        # [units, workers of the machine]: the size of each shard, and where it starts in its unit and in a message.
         cut = [shards(method.compressor, ctx, self._size) for ctx in contexts]
         self._sizes = np.array([[shard.size for shard in each] for each in cut], np.int64)
         self._starts = np.cumsum(self._sizes, 1) - self._sizes
@@ -34,7 +34,7 @@ class HierarchicalGroup(Group):
         # In the last message each unit has as many elements as its first shard, which is the longest one.
         self._slots = np.cumsum(self._sizes[:, 0]) - self._sizes[:, 0]
         self._copies = Copies(library, self._sizes.reshape(-1))
-        # A unit of few elements may have no shard for this worker, and so for none of this place.
+        # A unit of few elements may have no shard for this worker, nor for the workers of this place in other machines.
         self._mine = np.flatnonzero(self._sizes[:, self._place]).tolist()
         self._between = None
         asked = between.idle(contexts[0].world_size // self._size)

@@ -28,7 +28,7 @@ class Point(NamedTuple):
     """Their context, whose step is not used."""
     recipe: Recipe
     destination: int = 0
-    """Which part of the message their payload is in."""
+    """The number of the part of the message that their payload is in."""
 
 
 class Message:
@@ -63,7 +63,7 @@ class Message:
 
 
 class _Draws:
-    """The random numbers of a group's points: their keys or their noise, as columns of a table of calls."""
+    """The random numbers of a group's points: their keys or their noise, as columns of a table of kernel calls."""
 
     def __init__(self, library: Library, points: Sequence[Point], rows: Rows):
         self._library, self._rows = library, rows
@@ -104,7 +104,7 @@ class _Draws:
 
 
 class _Codecs:
-    """The structures that describe a group's codes, one for each point, as a column of a table of calls."""
+    """The structures that describe a group's codes, one for each point, as a column of a table of kernel calls."""
 
     def __init__(self, points: Sequence[Point], rows: Rows):
         made = [
@@ -122,7 +122,7 @@ class _Codecs:
 
 
 class _Coding:
-    """Positions that are sent coded: their memory, and the calls that code or decode those of several senders."""
+    """Positions that are sent coded: their memory, and the calls that code them or decode those of several senders."""
 
     def __init__(self, library: Library, points: Sequence[Point], kernel: str, senders: int = 1):
         each = [point.recipe.coded or {} for point in points for _ in range(senders)]
@@ -139,7 +139,7 @@ class _Coding:
     def call(self, places: Mapping[str, Any], bases: Any) -> None:
         """Make the calls for arrays at these places of messages at ``bases``, int64[points, senders].
 
-        `Refused`, with the point's number, if a number of positions is wrong.
+        Raises `Refused`, with the point's number, if a payload has a wrong number of positions.
         """
         for number in range(PLANES):
             self._planes[:, number] = (bases + places[f"plane{number}"][:, None]).reshape(-1)
@@ -216,7 +216,7 @@ class Decoder:
         self._regions = [self._region(sender) for sender in np.unique(senders).tolist()] if self._floats else []
 
     def _region(self, sender: int) -> tuple[int, int, int]:
-        # A message's number, and the offset and the count of the float32 numbers in it, which lie side by side.
+        # A message's number, and the offset and the count of the float32 numbers in it, which are contiguous.
         members = (self._senders == sender).any(1)
         begin = min(int(self._places[array][members].min()) for array in self._floats)
         return sender, begin, sum(int(lengths[members].sum()) for lengths in self._floats.values())
@@ -224,7 +224,7 @@ class Decoder:
     def finite(self, messages: Any) -> Any:
         """Whether the payloads of each point are finite, bool[points], in the messages at these addresses.
 
-        None if all are, which one call shows.
+        Returns None if all are, which a single call of the library shows.
         """
         if self._all_finite([(int(messages[sender]) + begin, count) for sender, begin, count in self._regions]):
             return None
@@ -238,7 +238,7 @@ class Decoder:
         return bool(self._library.finite([at for at, _ in vectors], [n for _, n in vectors], len(vectors)))
 
     def payloads(self, number: int, messages: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """The sender and the payload, as NumPy arrays, of each payload of a point."""
+        """Yield the sender and the NumPy arrays of each payload of a point."""
         arrays = self.points[number].recipe.arrays
         for sender in self._senders[number].tolist():
             base = int(messages[sender])
@@ -253,7 +253,7 @@ class Decoder:
     def mean(self, messages: Any, out: Any, step: int) -> None:
         """Write the mean of each point's payloads to the addresses ``out``.
 
-        ``Refused``, with the point's number, for a payload that the method cannot have made.
+        Raises `Refused`, with the point's number, for a payload that the method cannot have made.
         """
         if self._draws is not None:
             self._draws.at(step)
@@ -282,6 +282,6 @@ def _constants(rows: Rows, points: Sequence[Point], threads: int) -> None:
 
 
 def _side_by_side(points: Sequence[Point], threads: int) -> int:
-    # How many threads make calls side by side: 1 if each call had better be split over the threads.
+    # Returns how many threads make calls in parallel; 1 if it is better to split each call over the threads.
     sizes = [point.ctx.size for point in points]
     return threads if sum(sizes) > ALONE and max(sizes) * threads <= sum(sizes) else 1

@@ -42,9 +42,9 @@ class Recipe:
     how: Mapping[str, int]
     """Arguments of both kernels."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of a kernel that has them: numbers, or float32 arrays."""
+    """Further arguments, numbers or float32 arrays, for the kernels that take them."""
     draws: str = ""
-    """The label of the random stream that is drawn from, by all workers alike if ``shared``."""
+    """The label of the random stream, which is equal on all workers if ``shared``; empty if nothing is random."""
     shared: bool = False
     noise: bool = False
     """Whether the kernel takes noise (`grace.core.rng.Rng.noise`) instead of random words alone."""

@@ -1,4 +1,4 @@
-"""State arrays with a second row, so that an exchange that is undecided keeps the state before it."""
+"""State arrays with a second row, which keeps the state from before an undecided exchange."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Indices = Any
 class RowTable:
     """The arrays of a state on the host, each with one row or two, and which of them is the current one.
 
-    A held array keeps its row from before the first exchange that is undecided: the state after it is in the other row,
-    where later undecided exchanges overwrite it. Without `hold` there is one row, which exchanges overwrite.
+    A held array keeps its row from before the first undecided exchange; the state after that exchange is in the other
+    row, where later undecided exchanges overwrite it. Without `hold` there is one row, which exchanges overwrite.
     """
 
     def __init__(self, xp: Backend):

@@ -128,9 +128,9 @@ def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[li
     """Group tensors (any objects with ``size`` and ``nbytes``), in the order of their gradients, into buckets.
 
     A bucket is closed once it has reached its size, so that only the last one can be smaller, because each bucket costs
-    a message. The size of the first bucket is at most 1 MiB, so that it leaves early. Tensors of fewer than ``min_numel``
-    elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket in MiB; infinity
-    for a single bucket.
+    a message. The size of the first bucket is at most 1 MiB, so that it leaves early. Tensors of fewer than
+    ``min_numel`` elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket in
+    MiB; infinity for a single bucket.
     """
     groups: list[list[Any]] = []
     small: list[Any] = []

@@ -28,6 +28,10 @@ BROKEN = f"t{SIZES[3]}"
 def kernels(monkeypatch):
     built()
     monkeypatch.setenv("GRACE_KERNELS", PLAIN)
+    backend("tensorflow")
+    from grace.kernels.tensorflow import TensorflowKernels
+
+    monkeypatch.setattr(TensorflowKernels, "whole", lambda self, compressor: False)
 
 
 def drawn(step, rank, shapes=SIZES):
@@ -48,7 +52,7 @@ def team(params, workers, shapes=SIZES, **options):
 
 def alone(monkeypatch):
     """Exchange each tensor by itself."""
-    monkeypatch.setattr(GroupBook, "of", lambda self, levels: Layout(rest=tuple(levels)))
+    monkeypatch.setattr(GroupBook, "of", lambda self, levels, switched=False: Layout(rest=tuple(levels)))
 
 
 def stepping(graces, graph):
@@ -123,6 +127,24 @@ def test_a_tensor_more_adds_few_operations(case, monkeypatch):
     together = operations(team(CASES[case], 2))
     alone(monkeypatch)
     assert together < operations(team(CASES[case], 2)) * (0.8 if case in SUMMED else 0.5)
+
+
+@pytest.mark.parametrize("method, own", [("int4", True), ("topk", True), ("topk, coded", False), ("powersgd", False)])
+def test_methods_with_operations_of_their_own_form_groups_only_in_a_switch(method, own, monkeypatch):
+    import tensorflow as tf
+
+    monkeypatch.undo()
+    params = {"compressor": "powersgd"} if method == "powersgd" else {**METHODS[method], **CARRIERS["gathered"]}
+    (grace,) = team(params, 1, ((40, 50), (50, 40)) if method == "powersgd" else SIZES)
+    levels = grace.setup.levels([unit for bucket in grace.setup.table.buckets for unit in bucket.units])
+    found = []
+
+    @tf.function
+    def trace():
+        found.extend(bool(grace.setup.groups.of(levels, switched).groups) for switched in (False, True))
+
+    trace()
+    assert found == [not own, True]
 
 
 @pytest.mark.parametrize("nonfinite", ["zero", "raise"])

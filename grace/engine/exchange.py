@@ -189,7 +189,9 @@ class Exchange:
         def at(level: int) -> Callable[[], Any]:
             def exchange() -> Any:
                 levels = {unit: 0 if unit.dense else level for unit in flat}
-                flight = self._flight(f"{name}.level{level}", flat, levels, setup.groups.of(levels), sample)
+                flight = self._flight(
+                    f"{name}.level{level}", flat, levels, setup.groups.of(levels, switched=True), sample
+                )
                 while not flight.scheduler.advance():
                     pass
                 means, counts = self._commit(flight)

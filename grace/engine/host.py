@@ -10,6 +10,7 @@ from typing import Any
 from grace.backends.base import HOSTED
 from grace.core import Array, Compressor, Context, Memory, Payload, State, run_local
 from grace.core.sharding import template
+from grace.engine.reshard import CARRIED
 
 
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
@@ -23,8 +24,9 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     payload = _payload(method.compressor, host, ctx.shape)
     if payload is None:
         return None
-    xp, keys, lr = ctx.xp, list(state), ctx.lr
-    kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
+    xp, lr = ctx.xp, ctx.lr
+    mine = {key: array for key, array in state.items() if key != CARRIED}  # what is carried has been added to x
+    keys, kept = list(mine), [(xp.dtype(array), xp.shape(array)) for array in mine.values()]
 
     def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
         # x is donated, but the toolkit owns its memory: copy.
@@ -35,7 +37,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
         return [*sent, *(after[key] for key in keys)]
 
     step, rate = xp.asarray(ctx.step, "int64"), xp.asarray(lr() if lr else 0.0, "float32")
-    found = xp.hosted(work, [step, rate, x, *state.values()], [*payload, *kept])
+    found = xp.hosted(work, [step, rate, x, *mine.values()], [*payload, *kept])
     return tuple(found[: len(payload)]), dict(zip(keys, found[len(payload) :], strict=True))
 
 

@@ -82,14 +82,17 @@ class GroupBook:
         self._setup = setup
         self._known: dict[Any, Layout] = {}
 
-    def of(self, levels: Mapping[Unit, int]) -> Layout:
-        """The groups among these units at their levels."""
+    def of(self, levels: Mapping[Unit, int], switched: bool = False) -> Layout:
+        """The groups among these units at their levels.
+
+        ``switched``: a graph holds the exchange at each level, so that few operations count for more than fast ones.
+        """
         xp = self._setup.xp
         host = xp if xp.mutable else xp.host
         kernels = None if host is None else host.kernels
         library = kernels.library if isinstance(kernels, HostKernels) else None
         if xp.tracing:
-            return self._laid_out(levels, library)  # a group serves one exchange of a graph
+            return self._laid_out(levels, library, switched)  # a group serves one exchange of a graph
         key = (library, *levels.items())
         found = self._known.pop(key, None)
         if found is None:
@@ -103,7 +106,7 @@ class GroupBook:
         """Forget all groups, because the tensors change."""
         self._known.clear()
 
-    def _laid_out(self, levels: Mapping[Unit, int], library: Any) -> Layout:
+    def _laid_out(self, levels: Mapping[Unit, int], library: Any, switched: bool = False) -> Layout:
         setup = self._setup
         alike: dict[Any, list[Unit]] = {}
         for unit, level in levels.items() if library is not None else ():
@@ -112,9 +115,9 @@ class GroupBook:
         hosted = not setup.xp.mutable
         groups = []
         for number, ((kind, level), units) in enumerate(alike.items()):
-            if hosted and len(units) == 1:
-                continue  # its own operations copy less
             method, communicator = setup.ways[level].method, setup.ways[level].communicator
+            if hosted and (len(units) == 1 or (not switched and setup.xp.kernels.whole(method.compressor))):
+                continue  # the toolkit's own operations copy less
             contexts = [setup.context(unit, 0) for unit in units]
             cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
             parts = (setup.xp, library, method, communicator, contexts, cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,31 +20,34 @@ ALIGNED = 64
 
 
 class GivenRows:
-    """Does for arrays that come with each exchange, and go with its end, what a `RowTable` does for its own."""
+    """Does for a state that comes with each exchange, as one vector, what a `RowTable` does for its own arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.flights: list[Any] = []
-        self._old: list[Any] = []
-        self._new: list[Any] = []
-        self._kept = np.zeros(0, bool)
+        self._ends = np.cumsum([0, *sizes])
+        self._old = self._new = np.zeros(0, np.float32)
+        self._kept = np.zeros(len(sizes), bool)
 
-    def begin(self, arrays: Sequence[Any]) -> None:
-        """Take the state before an exchange, float32 arrays, which keep their values."""
+    def begin(self, state: Any) -> None:
+        """Take the state before an exchange, float32[n], which keeps its values."""
         self.flights.clear()  # of an exchange that has failed
-        self._old, self._new = list(arrays), _empty([array.shape for array in arrays])
-        self._kept = np.zeros(len(arrays), bool)
+        self._old, self._new = state, _empty(int(self._ends[-1]))
+        self._kept[:] = False
 
-    def end(self) -> list[Any]:
+    def end(self) -> Any:
         """The state after the exchange."""
-        found = [new if kept else old for old, new, kept in zip(self._old, self._new, self._kept, strict=True)]
-        self._old, self._new = [], []
+        found = self._new
+        for number in np.flatnonzero(~self._kept).tolist():
+            part = slice(self._ends[number], self._ends[number + 1])
+            found[part] = self._old[part]
+        self._old = self._new = np.zeros(0, np.float32)
         return found
 
     def old(self, which: Any) -> Any:
-        return _addresses(self._old)[which]
+        return _addresses(self._old, self._ends)[which]
 
     def new(self, which: Any) -> Any:
-        return _addresses(self._new)[which]
+        return _addresses(self._new, self._ends)[which]
 
     def advance(self, which: Any) -> None:
         self._kept[which] = True
@@ -66,16 +70,17 @@ class HostedGroup:
         contexts: Sequence[Context],
         cells: Sequence[Mapping[str, Any]],
     ):
-        self._xp, self._rows, host = xp, GivenRows(), xp.host
+        self._xp, host = xp, xp.host
         self._cells = [cell for each in cells for cell in each.values()]
+        self._forms = [xp.shape(cell.read()) for cell in self._cells]  # of the state's arrays
+        self._rows = GivenRows([math.prod(form) for form in self._forms])
         numbers = iter(range(len(self._cells)))
         rows = [{key: RowCell(self._rows, next(numbers)) for key in each} for each in cells]
         self._group = make(host, library, method, communicator, [ctx._with(xp=host) for ctx in contexts], rows)
         self.rounds, self.traffic = self._group.rounds, self._group.traffic
-        self._shapes = [(ctx.size,) for ctx in contexts]
-        self._forms: list[tuple[str, Any]] = []  # of the state's arrays
+        self._ends = np.cumsum([0, *(ctx.size for ctx in contexts)])
         self._program: Any = None  # of the exchange that runs
-        self._x: list[Any] = []  # its vectors, which receive the means
+        self._x: Any = None  # its vectors, one after the other, which receive the means
 
     def hold(self) -> None:
         """The cells' snapshots keep the state before an exchange."""
@@ -89,9 +94,10 @@ class HostedGroup:
 
     def exchange(self, x: Sequence[Array], step: Any) -> Program[list[Array]]:
         """Encode float32 arrays of any shape, and send them; returns what `finish` needs."""
-        xp, state = self._xp, [cell.read() for cell in self._cells]
-        self._forms = [("float32", xp.shape(array)) for array in state]
-        given, work = [xp.asarray(step, "int64"), *x, *state], self._begin
+        xp, joined = self._xp, self._xp.buffers.joined
+        given, work = [xp.asarray(step, "int64"), joined(x)], self._begin
+        if self._cells:
+            given.append(joined([cell.read() for cell in self._cells]))
         for asked in self._group.asked:
             sent = xp.hosted(work, given, [(form.dtype, form.shape) for form in arrays_of(asked)])
             received = yield filled(asked, sent)
@@ -108,24 +114,27 @@ class HostedGroup:
         ``zero``: means that are not become zeros.
         """
 
+        count, xp = len(shapes), self._xp
+
         def work(*received: Any) -> list[Any]:
             landed = self._returned(received)
             finite = self._group.finite(landed) if judged else None
-            ok = np.ones(len(shapes), bool) if finite is None else np.array(finite)
+            ok = np.ones(count, bool) if finite is None else np.array(finite)
             kept = ok if held is None else ok & np.array(held)
-            means = _empty(shapes)
-            if self._group.overwrites:
-                means = [x.reshape(shape) for x, shape in zip(self._x, shapes, strict=True)]
-            self._group.finish(landed, _addresses(means).tolist(), None if kept.all() else kept.tolist())
+            means = self._x if self._group.overwrites else _empty(int(self._ends[-1]))
+            self._group.finish(landed, _addresses(means, self._ends).tolist(), None if kept.all() else kept.tolist())
             for number in np.flatnonzero(~ok).tolist() if zero else ():
-                means[number][...] = 0
-            self._x, self._program = [], None
-            return [*means, ok, *self._rows.end()]
+                means[self._ends[number] : self._ends[number + 1]] = 0
+            self._x = self._program = None
+            return [means, ok, self._rows.end()]
 
-        count = len(shapes)
-        forms = [*(("float32", shape) for shape in shapes), ("bool", (count,)), *self._forms]
-        found = self._xp.hosted(work, landed, forms)
-        return found[:count], found[count], found[count + 1 :]
+        lengths = int(self._ends[-1]), sum(map(math.prod, self._forms))
+        forms = [("float32", lengths[:1]), ("bool", (count,)), ("float32", lengths[1:])]
+        means, ok, state = xp.hosted(work, landed, forms)
+        parts = xp.split(means, np.diff(self._ends).tolist())
+        found = [xp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+        new = xp.split(state, [math.prod(form) for form in self._forms]) if self._cells else []
+        return found, ok, [xp.reshape(part, form) for part, form in zip(new, self._forms, strict=True)]
 
     def store(self, state: Sequence[Array]) -> None:
         """Commit the new state."""
@@ -133,15 +142,14 @@ class HostedGroup:
             cell.assign(array)
 
     # -- when it runs: NumPy arrays ------------------------------------------------------------------------------------
-    def _begin(self, step: Any, *arrays: Any) -> list[Any]:
-        count = len(self._shapes)
-        self._x = list(arrays[:count])
+    def _begin(self, step: Any, x: Any, *state: Any) -> list[Any]:
+        self._x = x
         if self._group.overwrites:
-            self._x = _empty(self._shapes)
-            for mine, x in zip(self._x, arrays, strict=False):
-                mine[...] = x.reshape(-1)
-        self._rows.begin(arrays[count:])
-        self._program = self._group.exchange(_addresses(self._x).tolist(), int(step))
+            self._x = _empty(len(x))
+            self._x[...] = x
+        if state:
+            self._rows.begin(state[0])
+        self._program = self._group.exchange(_addresses(self._x, self._ends).tolist(), int(step))
         return list(arrays_of(next(self._program)))
 
     def _go_on(self, asked: Collective, *received: Any) -> list[Any]:
@@ -161,18 +169,13 @@ def _answer(asked: Collective, received: Sequence[Any]) -> Any:
     return tuple(map(np.array, received)) if isinstance(asked, Reduce) else [(array,) for array in received]
 
 
-def _addresses(arrays: Sequence[Any]) -> Any:
-    return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+def _addresses(vector: Any, ends: Any) -> Any:
+    # int64[parts]: the address of each part.
+    return vector.ctypes.data + vector.itemsize * ends[:-1]
 
 
-def _empty(shapes: Sequence[Any]) -> list[Any]:
-    # Uninitialised float32 arrays in one piece of memory.
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    each = ALIGNED // 4
-    ends = np.cumsum([0, *(-(-size // each) * each for size in sizes)]).tolist()
-    memory = np.empty(ends[-1] + each, np.float32)
+def _empty(size: int) -> Any:
+    # An uninitialised vector, float32[size].
+    memory = np.empty(size + ALIGNED // 4, np.float32)
     begin = -memory.ctypes.data % ALIGNED // 4
-    return [
-        memory[begin + start : begin + start + size].reshape(shape)
-        for start, size, shape in zip(ends, sizes, shapes, strict=False)
-    ]
+    return memory[begin : begin + size]

@@ -136,9 +136,8 @@ class TensorflowBackend(Backend):
 
     def reshape(self, x: Array, shape: Any) -> Array:
         # Operations that change nothing would be most of a large exchange's graph.
-        flat = x.shape.rank == 1 and isinstance(shape, tuple) and len(shape) == 1
-        same = flat and type(shape[0]) is int and shape[0] in (-1, x.shape[0])
-        return x if same or tuple(x.shape) == shape else tf.reshape(x, shape)
+        fixed = isinstance(shape, tuple) and len(shape) == x.shape.rank and all(type(size) is int for size in shape)
+        return x if fixed and shape in ((-1,), tuple(x.shape)) else tf.reshape(x, shape)
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return arrays[0] if len(arrays) == 1 else tf.concat(arrays, axis)

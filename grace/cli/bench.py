@@ -177,7 +177,7 @@ def gpu(
     show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
-    """Check laws, kernels and trainings, and time methods and exchanges, on a CUDA device: one call, one file."""
+    """Test methods, kernels and training runs on a CUDA device, time methods and exchanges, and write one file."""
     listed(backend, ("cuda", "cpu"), "--backend")
     if show_only:
         inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})

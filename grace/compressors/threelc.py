@@ -64,7 +64,7 @@ class ThreeLC(Blockwise):
         rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max(xp.abs(rows), 1) * float(self.sparsity)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
-        # Halves become zero. Comparisons give -1, 0 or 1 for any x, which a cast would not.
+        # A share of exactly ±0.5 becomes zero. Comparisons give -1, 0 or 1 even for NaN, whose cast is undefined.
         sent = pack_trits(xp, xp.cast(share > 0.5, "int32") - xp.cast(share < -0.5, "int32"))
         return (_shorten(xp, sent) if self.zero_run and n else sent, scale), state
 

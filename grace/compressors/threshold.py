@@ -28,8 +28,8 @@ class Threshold(Sparsifier):
     """Send every element whose magnitude reaches a fixed threshold.
 
     Payload: values float32[K], positions int32[K], ascending; K depends on the values and may be 0.
-    ``threshold``: the smallest magnitude to send, positive, of the gradient (with error feedback: of gradient plus
-    residual).
+    ``threshold``: a positive number. An element of the gradient (with error feedback, of gradient plus residual) is
+    sent if its magnitude is at least this, or not finite.
     ``index_coding``: the coding of the positions, "int32" or "bitmap" (n bits).
     Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
     """

@@ -104,8 +104,8 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     @staticmethod
     def _dropped(x: Any, mask_of: Callable[[Any], Any], rate: float) -> Any:
-        # Keras uses one mask for all gates, or with recurrent dropout a list of four masks, in which case the result
-        # has shape [n, 4, width].
+        # Keras makes one mask for all gates. With implementation=1, which recurrent dropout implies, it makes a list of
+        # four, one per gate; the result then has shape [n, 4, width].
         if not 0 < rate < 1:
             return x
         mask = mask_of(x)

@@ -53,11 +53,11 @@ class Codes:
     """The values of low-bit codes, as their compressor defines them.
 
     ``kind``: one of `KINDS`. "bfloat16": the codes are numbers without scales; all other kinds have a 4-byte scale per
-    block. "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
-    field, int32; ``second`` is that of a fixed window, or 0 if each block has its own. "dithered": the codes have
-    ``first`` levels. "nearest": the values are the entries of ``table``, ascending, with float32 ``middles`` between
-    them. A scale is the largest magnitude times ``factor``. ``bits``: bits per code. ``table``: the value of each code;
-    empty if a formula gives it.
+    block. "fp8": the codes are floats with ``first`` mantissa bits, exponent bias ``second`` and the largest code
+    ``top``. "natural": a block's scale is the largest exponent field, int32; ``second`` fixes it for all blocks, or is
+    0. "dithered": the codes have ``first`` levels. "nearest": the values are the entries of ``table``, ascending, with
+    float32 ``middles`` between them. The scale of "fp8", "dithered" and "nearest" is the block's largest magnitude
+    times ``factor``. ``bits``: bits per code. ``table``: the value of each code; empty if a formula gives it.
     """
 
     def __init__(

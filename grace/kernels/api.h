@@ -27,7 +27,7 @@ int64_t grace_supports(const char* isa);
 const grace::Loops* grace_loops();
 // Returns the name of the loops' instruction set.
 const char* grace_name(const grace::Loops* loops);
-// For tests: sets the number of elements from which results are written with streaming stores. Returns the old number.
+// For tests: sets the smallest number of elements that are written with streaming stores. Returns the old number.
 int64_t grace_stream_from(int64_t n);
 
 // Encode the sign of each element (its bit is set if v >= 0) and the mean magnitude of each block. Method:

@@ -203,7 +203,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   if (codec.kind != grace::NATURAL) return statistic_of<Largest, RESIDUAL>(x, residual, n);
   Scratch scratch;
   int32_t most = 0, bits = 0;
-  for (int64_t i = 0; i < n; i += SOME) {  // codes holds the fields until codes_emit overwrites them
+  for (int64_t i = 0; i < n; i += SOME) {  // scratch.codes holds exponent fields here
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
     const float* v = scratch.v;
     uint8_t* fields = scratch.codes;

@@ -86,7 +86,8 @@ uint32_t mixed(uint32_t h) {
 
 int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
-// Returns whether to use streaming stores for `out`: they pay if it is large and the loop does not read its lines.
+// Returns whether to write `out` with streaming stores. They pay off if `out`, or the total that grace_gathered announced,
+// exceeds the caches, and if the loop does not read `out`, which must be aligned to 16 bytes.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
   const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
   return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;

@@ -52,7 +52,7 @@ API int64_t grace_supports(const char* isa) {
   return !strcmp(isa, "scalar");
 }
 
-// For tests: sets the number of elements from which results are written with streaming stores. Returns the old number.
+// For tests: sets the smallest number of elements that are written with streaming stores. Returns the old number.
 API int64_t grace_stream_from(int64_t n) {
   std::swap(n, streamed);
   return n;

@@ -193,5 +193,5 @@ def _operations(
 
 
 def rounds_of(codec: Codec) -> int:
-    """Number of successive messages per bucket. Methods that agree on a payload request its factors in turn."""
+    """The number of successive messages per bucket that a plan assumes: 2 for methods that agree on a payload."""
     return 2 if triple(codec.params)[0].compressor.traits.combine is Combine.AGREED else 1

@@ -92,7 +92,7 @@ class Watch:
         """The gradients that got means."""
         self._versions: dict[int, int] = {}  # of the weights, by the parameter's ID
         self._unowned = Unowned()
-        self._held: dict[str, bool] = {}  # whether any optimizer held a tensor when one was first looked for
+        self._held: dict[str, bool] = {}  # by tensor: whether an optimizer held it when first looked for
         self._owner: dict[str, int] = {}  # the ID of an optimizer that holds a tensor
         self._holdings: weakref.WeakKeyDictionary[Any, tuple[list[int], int, Holding]] = weakref.WeakKeyDictionary()
         self._tracks: weakref.WeakKeyDictionary[Any, Tracks] = weakref.WeakKeyDictionary()

@@ -350,7 +350,7 @@ class TorchDistributedTransport(MessageTransport):
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         if buffers[0].device.type == "cpu":
-            # Avoids copies at both ends: PyTorch's own all_to_all needs one contiguous array of all parts.
+            # Send the parts as they are: all_to_all_single would need a copy of them in one contiguous tensor.
             buffers = [buffer.contiguous() for buffer in buffers]
             return self._directly(buffers, self._places(buffers[self.rank], sizes), self._next_tag(name), name)
         received = buffers[0].new_empty(sum(sizes))

@@ -65,7 +65,7 @@ class Flight:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds that it sends for certain."""
+        """Minimum number of messages that it sends, one after the other."""
         layout, ways = self.layout, self._setup.ways
         each = [ways.at(unit.name, self.levels[unit]) for unit in layout.rest if unit not in self.plain]
         agreed = any(way.method.compressor.traits.combine is Combine.AGREED for way in each)
@@ -84,8 +84,7 @@ class Flight:
         if way is None:
             return _first(_reduced((whole,), "mean", True))
         ctx = setup.context(joined.units[0], self.step)._with(name=joined.name, shape=tuple(whole.shape))
-        out = whole if setup.xp.mutable else None
-        return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), out)
+        return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), whole)
 
     def undo(self) -> None:
         """Restore the groups' state from before the exchange, unless the exchange has been committed."""
@@ -103,7 +102,7 @@ def _first(program: Program[tuple[Array, ...]]) -> Program[Array]:
     return found
 
 
-def _decoded(program: Program[tuple[Any, Any]], out: Array | None) -> Program[Array]:
-    # Returns the mean of a program without a state, decoded to ``out``, if given, where it is not yet decoded.
+def _decoded(program: Program[tuple[Any, Any]], out: Array) -> Program[Array]:
+    # Returns the mean of a program without a state, decoded to ``out`` if it is not yet decoded.
     mean, _ = yield from program
     return mean.array(out) if isinstance(mean, Undecoded) else mean

@@ -85,7 +85,7 @@ class GroupBook:
     def of(self, levels: Mapping[Unit, int], switched: bool = False) -> Layout:
         """The groups among these units at their levels.
 
-        ``switched``: a graph holds the exchange at each level, so that few operations count for more than fast ones.
+        ``switched``: the graph holds the exchange at every level, so a small graph matters more than a fast step.
         """
         xp = self._setup.xp
         host = xp if xp.mutable else xp.host

@@ -1,4 +1,4 @@
-"""Groups of a toolkit whose arrays cannot be written to: NumPy's kernels run them, by one operation for each round."""
+"""Groups for a toolkit with immutable arrays: NumPy's kernels run each round of an exchange as one operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIGNED = 64
 
 
 class GivenRows:
-    """Does for a state that comes with each exchange, as one vector, what a `RowTable` does for its own arrays."""
+    """Stands in for a `RowTable` where each exchange passes the state in, as one vector, and returns the new state."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.flights: list[Any] = []
@@ -56,8 +56,9 @@ class GivenRows:
 class HostedGroup:
     """A `Group` of NumPy's backend that exchanges the arrays of another toolkit on this host, eagerly or in a graph.
 
-    The arguments are those of a `Group`, with ``make``, its class, whose work between two messages becomes one
-    operation. The state comes from ``cells`` in each exchange and returns there. In a graph it serves one exchange.
+    ``make`` builds that group; the other arguments are those of a `Group`. Its work between two messages becomes one
+    operation. Each exchange reads the state from ``cells``, and `store` writes it back. A graph needs a new object for
+    each exchange.
     """
 
     def __init__(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +37,36 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def environ(**more: str) -> dict[str, str]:
+    """The environment of the processes of tests."""
+    return {
+        **os.environ,
+        **more,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
 def run(
     *command: Any,
     log: Path,
     timeout: float = 600,
     meanwhile: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
     fails: bool = False,
-    **environment: str,
+    **more: str,
 ) -> str:
     """Run a command and return its output; fails with the output if the command fails or takes too long.
 
-    ``meanwhile``: called once the command has started. ``fails``: it must fail. ``environment``: additional variables.
+    ``meanwhile``: called once the command has started. ``fails``: it must fail. ``more``: environment variables.
     """
-    environment = {
-        **os.environ,
-        **environment,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     with log.open("w") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environ(**more),
             start_new_session=True,
         )
         late = False
@@ -88,9 +96,62 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: float = 600) -> list[Any]:
-    """Run tests/workers/<script> on ``size`` workers; returns what each saved, in rank order."""
-    run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt", timeout=timeout)
+    """Run tests/workers/<script> on ``size`` workers; returns what each saved, in rank order.
+
+    Workers are forked from processes that have imported their toolkit (see forks.py), where the system can.
+    """
+    path = TESTS / "workers" / script
+    command = _forked(name, size, path, args) if sys.platform == "linux" else launcher(name, size)
+    run(*command, path, out, *args, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[str]:
+    # The command line of `launcher`, with workers that servers fork, as the launcher itself if it imports PyTorch.
+    source = script.read_text()
+    both = "import torch" in source and "import tensorflow" in source
+    toolkit = "tensorflow" if "import tensorflow" in source and (not both or "tensorflow" in args) else "torch"
+    for rank in range(size):
+        _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import it
+    worker = _client(toolkit)
+    if name == "horovodrun":
+        return [*launcher(name, size)[:-1], *worker]
+    _serve("torch", "launcher", "torch.distributed.run")
+    _, *torchrun = launcher(name, size)
+    return [*_client("torch"), *torchrun, "--no-python", *worker]
+
+
+def _client(toolkit: str) -> list[str]:
+    return [sys.executable, "-IS", str(TESTS / "forks.py"), "run", str(_sockets() / toolkit)]
+
+
+_servers: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _end_servers() -> None:
+    for server in _servers:
+        server.kill()
+        server.wait()
+
+
+@cache
+def _sockets() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="grace"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _serve(toolkit: str, name: str, module: str) -> None:
+    path = _sockets() / toolkit / name
+    path.parent.mkdir(exist_ok=True)
+    command = [sys.executable, TESTS / "forks.py", "serve", path, module]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ(), start_new_session=True)
+    _servers.append(server)
+    while not path.exists():
+        assert server.poll() is None, f"the server of {toolkit} ended with {server.returncode}"
+        time.sleep(0.01)
 
 
 def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:

@@ -120,3 +120,23 @@ def method_of(**params: Any) -> Any:
 # -- a compressor as the engine carries it out: by kernels where there are some --------------------------------------
 natively, native_mean = kernel_calls.encode, kernel_calls.mean
 compressed, left_of = kernel_calls.compress, kernel_calls.residual
+
+
+# Settings for some hundred parameters; other methods use their defaults.
+SETTINGS = {
+    **{
+        name: {"compress_ratio": 0.1}
+        for name in ("topk", "adaptive_random", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
+    },
+    "dgc": {"compress_ratio": 0.1, "memory": "residual"},
+    "arctopk": {"compress_ratio": 0.2, "row_size": 4},
+    "sketch_sgd": {"compress_ratio": 0.05},
+    "wangni": {"compress_ratio": 0.3},
+    "damped": {"quantum_num": 15, "bucket_size": 64},
+    "threshold": {"threshold": 0.02},
+    "chunktopk": {"chunk_size": 64, "chunk_k": 8},
+    "demo": {"chunk": 10, "chunk_k": 10, "memory": "residual"},
+    **{name: {"compress_rank": 2, "min_rate": 0.1} for name in ("powersgd", "acpsgd", "gradzip", "atomo")},
+    "inceptionn": {"error_bound": 2.0**-14},
+    "dion": {"rank_fraction": 0.25},
+}

@@ -80,6 +80,16 @@ def test_nothing_imports_the_tools():
     assert users == []
 
 
+def test_a_test_module_imports_no_other():
+    found = [
+        f"{path.name} imports {node.module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("test_")
+    ]
+    assert found == []
+
+
 def packages():
     """The packages that each package imports, apart from those that hold it or lie in it; a module may be one."""
     folders = {name(path) for path in (ROOT / "grace").rglob("__init__.py")}

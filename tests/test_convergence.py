@@ -5,31 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from methods import VOTES, lockstep, workers
+from methods import SETTINGS, VOTES, lockstep, workers
 from sklearn.datasets import load_digits
 
 from grace.core.registry import compressors, memories
 
 SIZE = 4
 SMALL = {"min_numel": 0}
-# Settings for 200 parameters; other methods use their defaults.
-SETTINGS = {
-    **{
-        name: {"compress_ratio": 0.1}
-        for name in ("topk", "adaptive_random", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
-    },
-    "dgc": {"compress_ratio": 0.1, "memory": "residual"},
-    "arctopk": {"compress_ratio": 0.2, "row_size": 4},
-    "sketch_sgd": {"compress_ratio": 0.05},
-    "wangni": {"compress_ratio": 0.3},
-    "damped": {"quantum_num": 15, "bucket_size": 64},
-    "threshold": {"threshold": 0.02},
-    "chunktopk": {"chunk_size": 64, "chunk_k": 8},
-    "demo": {"chunk": 10, "chunk_k": 10, "memory": "residual"},
-    **{name: {"compress_rank": 2, "min_rate": 0.1} for name in ("powersgd", "acpsgd", "gradzip", "atomo")},
-    "inceptionn": {"error_bound": 2.0**-14},
-    "dion": {"rank_fraction": 0.25},
-}
 STEADY = (*VOTES, "dion")
 """Methods whose updates have one size, whatever the gradient's."""
 RATES = {**dict.fromkeys(VOTES, 0.01), "dion": 0.05}

@@ -7,16 +7,14 @@ import pickle
 import re
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from launch import launcher, run
+from support.examples import EXAMPLES, PARAMETERS
 
 from grace.engine.record import read
 
 pytestmark = pytest.mark.processes
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-PARAMETERS = 283_786
 
 
 def check(path, toolkit, workers, epochs, least_ratio):

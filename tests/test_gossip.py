@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launch import launch
 from methods import BACKENDS, backend, normal
-from sklearn.datasets import load_digits
+from support.digits import accuracy, digits, gradient
 
 from grace.gossip import Full, Gossip, PowerGossip, edges, neighbours
 from grace.transports.local import LocalTransport, World
@@ -271,26 +271,6 @@ def test_choco_with_signs_at_its_own_rate_needs_fewer_bytes_here_and_fails_at_ot
 
 # -- training ------------------------------------------------------------------------------------------------------
 @functools.cache
-def digits():
-    data = load_digits()
-    x, y = (data.images.reshape(-1, 64) / 16).astype(np.float32), data.target
-    order = np.random.default_rng(0).permutation(len(x))
-    return x[order[:1344]], y[order[:1344]], x[order[1344:]], y[order[1344:]]
-
-
-def gradient(p, x, y):
-    hidden = np.maximum(x @ p["a"] + p["d"], 0)
-    scores = np.exp(hidden @ p["b"] + p["c"])
-    d = (scores / scores.sum(1, keepdims=True) - np.eye(10, dtype=np.float32)[y]) / len(x)
-    back = (d @ p["b"].T) * (hidden > 0)
-    return {"a": x.T @ back, "d": back.sum(0), "b": hidden.T @ d, "c": d.sum(0)}
-
-
-def accuracy(p):
-    _, _, x, y = digits()
-    return 100 * float((np.argmax(np.maximum(x @ p["a"] + p["d"], 0) @ p["b"] + p["c"], 1) == y).mean())
-
-
 def train(mixing, size=4, steps=400):
     """Accuracy of the workers' mean after training, and bytes sent; mixing None: gradients are averaged exactly."""
     x, y, _, _ = digits()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from launch import launch
 from methods import backend
-from test_local import METHODS, SHAPES, START, Worker, drift, equal, finish, step, team
+from support.local import METHODS, SHAPES, START, Worker, drift, equal, finish, step, team
 
 import grace
 from grace.engine.handshake import OutOfStep

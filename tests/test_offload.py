@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from launch import launch
 from methods import backend, workers
-from test_planner_plan import run
+from support.commands import run
+from support.costs import codec
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
@@ -191,8 +192,6 @@ def test_a_step_that_fails_on_the_pool_can_be_dropped():
 
 # -- the planner -------------------------------------------------------------------------------------------------------
 def test_a_pool_needs_cores_of_its_own(tmp_path, monkeypatch):
-    from test_planner_plan import codec
-
     costs, out = tmp_path / "costs.json", tmp_path / "plan.json"
     costs.write_text(json.dumps([codec({"compressor": "topk"}, 0.02).to_dict()]))
     words = ("plan", "lstm", "--costs", costs, "-o", out, "--offload")

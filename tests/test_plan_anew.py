@@ -9,7 +9,7 @@ import pytest
 from launch import launch
 from methods import BACKENDS, backend, lockstep
 from strategies import PARAMETERS, PROFILE, planned, priced
-from test_planner_plan import run
+from support.commands import run
 
 from grace import grace_from_params, simulate
 from grace.communicators.planned import table as ways

@@ -7,10 +7,9 @@ import warnings
 import numpy as np
 import pytest
 from launch import launch
-from methods import BACKENDS, backend, lockstep, spread, workers
+from methods import BACKENDS, SETTINGS, backend, lockstep, spread, workers
 from strategies import LOSSLESS, Identity, gradients, plan_of
-from test_convergence import SETTINGS
-from test_gossip import accuracy, digits, gradient
+from support.digits import accuracy, digits, gradient
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend

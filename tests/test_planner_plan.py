@@ -7,19 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import run
+from support.costs import FAST, codec
 
 from grace.communicators.planned.strategy import parse
 from grace.planner import advise, models, plan, ways
 from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
 from grace.planner.profile import Profile, TensorProfile
 
-FAST = Speed(*(Curve((1e3, 1e8), (seconds, seconds * 1e3)) for seconds in (2e-6, 1e-6, 1e-7)))
 SLOW = Speed(*(Curve((1e3, 1e8), (seconds, seconds * 1e5)) for seconds in (1e-5, 1e-5, 1e-5)))
-TOPK = {"compressor": "topk", "compress_ratio": 0.01}
-
-
-def codec(params=TOPK, ratio=0.02, speed=FAST):
-    return Codec(params, Curve((1e3, 1e8), (4e3 * ratio, 4e8 * ratio)), {"gpu": speed})
 
 
 def eight(gbit=10.0, latency=5e-5):
@@ -256,13 +252,6 @@ def test_gathering_loses_its_gain_with_more_workers():
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
-def run(*words):
-    pytest.importorskip("typer", reason="the command line")
-    from typer.testing import CliRunner
-
-    from grace.cli.app import app
-
-    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from launch import launcher, run
-from test_examples import EXAMPLES, PARAMETERS
+from support.examples import EXAMPLES, PARAMETERS
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,8 @@
-"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, pipeline stages, broadcasts."""
+"""PyTorch integrations: DistributedOptimizer, a DDP hook, FSDP2, pipeline stages, trainers, broadcasts."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from grace.torch.boundary import Boundary
@@ -16,6 +17,7 @@ from grace.torch.policy import PolicyScheduler
 
 if TYPE_CHECKING:
     from grace.torch.stages import PipelineStage
+    from grace.torch.trainers.huggingface import trainer
 
 __all__ = [
     "Boundary",
@@ -32,13 +34,17 @@ __all__ = [
     "local",
     "name_parameters",
     "release",
+    "trainer",
 ]
+
+# torch.distributed.pipelining takes a while to import; trainers need not be installed.
+_LATER = {
+    "PipelineStage": "grace.torch.stages",
+    "trainer": "grace.torch.trainers.huggingface",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # torch.distributed.pipelining takes a while to import.
-    if name == "PipelineStage":
-        from grace.torch.stages import PipelineStage
-
-        return PipelineStage
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'grace.torch' has no attribute {name!r}")

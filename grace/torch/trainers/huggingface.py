@@ -1,0 +1,94 @@
+"""`trainer`: Hugging Face's Trainer, and TRL's, which are subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from grace.engine.session import Grace
+from grace.local import DiLoCo
+from grace.torch.trainers.exchange import Exchange
+
+
+def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace | DiLoCo:
+    """Compress what a transformers.Trainer exchanges; every TRL trainer is one. Call it before ``trainer.train()``.
+
+    ``params``: as for `grace.grace_from_params`, or a Grace. With an FSDP2 model (``TrainingArguments(fsdp=True)``) the
+    communicator is "reducescatter" by default, and "parameters" compresses the all-gather, as in `grace.torch.fsdp`.
+    Returns the Grace, for its report.
+
+    The trainer's logs get ``grace_ratio`` and ``grace_bytes_sent`` (by this worker, since the training began or was
+    resumed). Each worker writes its state into the trainer's checkpoints, ``checkpoint-N/grace``;
+    ``train(resume_from_checkpoint=...)`` loads it, also with another number of workers. Gradients that are accumulated
+    are exchanged once per step. A single process sends nothing.
+
+    Raises TypeError for other trainers; ValueError, on all workers, for DeepSpeed, DataParallel, FSDP1, models that
+    transformers loads in parts, ``auto_find_batch_size``, and a second call. Before the first step is taken
+    RuntimeError, if no gradient has passed through DistributedDataParallel.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"a transformers.Trainer is needed, not {type(trainer).__name__}")
+    if reason := _refused(trainer):
+        raise ValueError(f"grace.torch.trainer cannot compress what this trainer exchanges: {reason}")
+    callback = _Callback(trainer, Exchange(params, trainer.is_fsdp_enabled))
+    trainer.add_callback(callback)
+    trainer.train = callback.train
+    trainer.log = callback.log
+    return callback.exchange.averages
+
+
+def _refused(trainer: Any) -> str:
+    # Why this trainer cannot train with GRACE; empty if it can.
+    if any(isinstance(each, _Callback) for each in trainer.callback_handler.callbacks):
+        return "it has a Grace already; one call is enough"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed averages gradients itself and offers no hook. Leave out `deepspeed`; use DDP, or fsdp=True"
+    if trainer.args.n_gpu > 1:
+        return "one process drives several GPUs (DataParallel), which sends no gradients. Start one per GPU by torchrun"
+    in_parts = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    if in_parts or (getattr(trainer.model, "tp_size", None) or 1) > 1:
+        return "transformers loaded the model in parts, and exchanges them itself. Load the whole model; use fsdp=True"
+    if trainer.is_model_parallel:
+        return "the model lies on several devices (device_map). Load it on one; use fsdp=True if it does not fit"
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        return "FSDP1 offers no hook for sharded gradients. Set fsdp_config={'version': 2}"
+    if trainer.args.auto_find_batch_size:
+        return "auto_find_batch_size repeats failed passes on one worker alone. Set per_device_train_batch_size"
+    return ""
+
+
+class _Callback(TrainerCallback):
+    def __init__(self, trainer: Any, exchange: Exchange):
+        self.exchange = exchange
+        self._trainer, self._train, self._log = trainer, trainer.train, trainer.log
+        self._resume: Any = None
+        self._exchanges = self._checked = False
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own method; remembers the checkpoint."""
+        self._resume = resume_from_checkpoint
+        return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own method, with the figures of the exchange."""
+        if self._exchanges and not {"loss", "train_loss"}.isdisjoint(logs):
+            logs = {**logs, **self.exchange.figures()}
+        return self._log(logs, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._exchanges = self.exchange.attach(self._trainer.model_wrapped)
+        resume, self._resume, self._checked = self._resume, None, False
+        if resume and self._exchanges:
+            self.exchange.load(get_last_checkpoint(args.output_dir) if resume is True else resume)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._exchanges and not self._checked:
+            self._checked = True
+            self.exchange.check_exchanged()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._exchanges and not args.save_only_model:
+            self.exchange.save(f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -14,20 +14,26 @@ from grace.torch.neighbours import gossip
 from grace.torch.optimizer import DistributedOptimizer, release
 from grace.torch.outer import local
 from grace.torch.policy import PolicyScheduler
+from grace.torch.trainers.accelerate import AccelerateHook
+from grace.torch.trainers.exchange import compress
 
 if TYPE_CHECKING:
     from grace.torch.stages import PipelineStage
     from grace.torch.trainers.huggingface import trainer
+    from grace.torch.trainers.lightning import LightningCallback
 
 __all__ = [
+    "AccelerateHook",
     "Boundary",
     "CheckpointState",
     "DistributedOptimizer",
     "GatheredState",
+    "LightningCallback",
     "PipelineStage",
     "PolicyScheduler",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "compress",
     "ddp_hook",
     "fsdp",
     "gossip",
@@ -39,6 +45,7 @@ __all__ = [
 
 # torch.distributed.pipelining takes a while to import; trainers need not be installed.
 _LATER = {
+    "LightningCallback": "grace.torch.trainers.lightning",
     "PipelineStage": "grace.torch.stages",
     "trainer": "grace.torch.trainers.huggingface",
 }

@@ -7,51 +7,73 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from grace import checkpoint
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
-from grace.local import DiLoCo, from_params
 from grace.torch.checks import check_grace
 from grace.torch.ddp import ddp_hook, name_parameters
 from grace.torch.fsdp import fsdp
+from grace.torch.optimizer import is_dummy
 
 FOLDER = "grace"
 """The folder within a trainer's checkpoint that holds one file per worker."""
 SILENT = (
-    "no gradient went through GRACE in this step: the trainer's step calls the module inside DistributedDataParallel, "
-    "not its forward, so that each worker would train a model of its own. Switch off the option that does so (fused "
-    "losses, such as use_liger_kernel, do), or use this trainer without GRACE"
+    "no gradient went through GRACE in this step: it calls the module inside DistributedDataParallel, not its "
+    "forward, or stays inside no_sync, so that each worker trains a model of its own. Call the prepared model; in "
+    "a trainer switch off the option that does so (fused losses, such as use_liger_kernel), or train without GRACE"
 )
+
+
+def compress(model: nn.Module, params: Mapping[str, Any] | Grace) -> Grace:
+    """Compress what a prepared model exchanges; call it before the first backward pass, on every worker.
+
+    ``model``: a DistributedDataParallel or FSDP2 model, also inside the wrappers of Fabric, Ray Train, torch.compile.
+    ``params``: as for `grace.grace_from_params`, or a Grace. For FSDP2 the communicator is "reducescatter" by default,
+    and "parameters" compresses the all-gather, as in `grace.torch.fsdp`. Returns the Grace, for its report and state.
+
+    State has the model's parameter names. Raises TypeError for what is no model; ValueError for a model of several
+    processes that is neither; RuntimeError after an optimizer's first step if no gradient has passed through
+    DistributedDataParallel. A plain model of a single process sends nothing.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.compress(model, {{...}})")
+    exchange = Exchange(params, any(isinstance(each, FSDPModule) for each in model.modules()))
+    exchange.attach(model)
+    return exchange.grace
 
 
 class Exchange:
     """A Grace in the model of a trainer. ``params``: as for `grace_from_params`, or a Grace.
 
-    With "local" in ``params``, `averages` is a `grace.local.DiLoCo`, and the caller steps it. ``sharded``: the model
-    will be an FSDP2 one: "communicator" is "reducescatter" by default, and "parameters" is `grace.torch.fsdp`'s.
+    ``sharded``: the model will be an FSDP2 one; then "communicator" is "reducescatter" by default, and "parameters" is
+    the argument of `grace.torch.fsdp`. Raises as `grace_from_params`, and ValueError for "local".
     """
 
     def __init__(self, params: Mapping[str, Any] | Grace, sharded: bool = False):
-        self._gather, self.local = None, False
+        self._gather = None
         if isinstance(params, Mapping):
+            if "local" in params:
+                raise ValueError(
+                    "local training steps a plain model, which this trainer wraps in DistributedDataParallel: call "
+                    "grace.torch.local with the optimizer of a model that was not prepared"
+                )
             params = dict(params)
-            self.local = "local" in params
             if sharded:
-                if self.local:
-                    raise ValueError("local training steps whole models: leave out 'local', or FSDP")
                 self._gather = params.pop("parameters", None)
                 params = {"communicator": "reducescatter", **params}
-            self.averages: Grace | DiLoCo = from_params(params) if self.local else grace_from_params(params)
+            self.grace = grace_from_params(params)
         else:
             check_grace(params, "pass it, or the dictionary for it")
-            self.averages = params
-        self._model: nn.Module | None = None
-        self._buckets = 0
+            self.grace = params
+        self._model: ref[nn.Module] | None = None
 
     def attach(self, model: nn.Module) -> bool:
         """Compress what a prepared model exchanges; call it before the first backward pass, on every worker.
@@ -60,49 +82,31 @@ class Exchange:
         same model does nothing. Returns whether anything is exchanged: a plain model of a single process sends
         nothing. Raises ValueError for a plain model of several, RuntimeError for a second model.
         """
-        grace = self.averages
-        assert isinstance(grace, Grace)
-        found = [each for each in model.modules() if isinstance(each, (DistributedDataParallel, _sharded()))]
+        found = [each for each in model.modules() if isinstance(each, (DistributedDataParallel, FSDPModule))]
         if not found and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 f"{type(model).__name__} is neither DistributedDataParallel nor an FSDP2 model, so that GRACE finds no "
                 "exchange to compress: start one process per device (torchrun, accelerate launch) and let the trainer "
                 "prepare the model for DDP or FSDP2"
             )
-        if not found or self._model is found[0]:
+        known = None if self._model is None else self._model()
+        if not found or known is found[0]:
             return bool(found)
         if self._model is not None:
             raise RuntimeError(
                 "the trainer has made a second model, but the state here belongs to the first: make a new trainer for "
                 "each model"
             )
-        self._model = found[0]
+        self._model = ref(found[0])
         if isinstance(found[0], DistributedDataParallel):
-            self._hook(grace, found[0])
+            _hook(self.grace, found[0])
         else:
-            fsdp(model, grace, parameters=self._gather)
+            fsdp(model, self.grace, parameters=self._gather)
         return True
-
-    def _hook(self, grace: Grace, model: DistributedDataParallel) -> None:
-        def counted(grace, bucket):
-            self._buckets += 1
-            return ddp_hook(grace, bucket)
-
-        name_parameters(grace, model)
-        # Built here, the workers can agree on what a checkpoint holds before the first pass.
-        named = model.module.named_parameters()
-        ignored = model.parameters_to_ignore
-        grace.build([(name, p) for name, p in named if p.requires_grad and name not in ignored])
-        model.register_comm_hook(grace, counted)
-
-    def check_exchanged(self) -> None:
-        """Raise RuntimeError if no bucket of DistributedDataParallel has been exchanged so far."""
-        if isinstance(self._model, DistributedDataParallel) and not self._buckets:
-            raise RuntimeError(SILENT)
 
     def figures(self) -> dict[str, float]:
         """For a trainer's log: ratio, and bytes that this worker has sent since the training began or was resumed."""
-        report = self.averages.report()
+        report = self.grace.report()
         return {"grace_ratio": report.ratio, "grace_bytes_sent": float(report.bytes_sent)}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -111,13 +115,13 @@ class Exchange:
         shutil.rmtree(here, ignore_errors=True)  # of an earlier run in the same folder
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        checkpoint.save(self.averages, here, keep=0)  # type: ignore[arg-type]
+        checkpoint.save(self.grace, here, keep=0)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Load what `save` wrote; raises as `grace.checkpoint.load`, on all workers alike."""
         here = Path(folder) / FOLDER
         try:
-            checkpoint.load(self.averages, here)  # type: ignore[arg-type]
+            checkpoint.load(self.grace, here)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{error}. The trainer wrote this checkpoint without GRACE, or was stopped meanwhile: resume from an "
@@ -125,7 +129,27 @@ class Exchange:
             ) from error
 
 
-def _sharded() -> type:
-    from torch.distributed.fsdp import FSDPModule
+def _hook(grace: Grace, model: DistributedDataParallel) -> None:
+    # No reference to the model may come from the hook: DDP's C++ part holds the hook, which the garbage collector does
+    # not see.
+    weak = ref(model)
 
-    return FSDPModule
+    # Not before the step: its closure may make the passes.
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = weak()
+        mine = {p for p in model.parameters() if p.grad is not None} if model is not None else set()
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        if not mine.isdisjoint(held) and not is_dummy(optimizer):
+            raise RuntimeError(SILENT)
+
+    first = register_optimizer_step_post_hook(after_step)
+
+    def fired(grace, bucket):
+        first.remove()
+        return ddp_hook(grace, bucket)
+
+    name_parameters(grace, model)
+    # Built here, the workers can agree on what a checkpoint holds before the first pass.
+    named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+    grace.build([(name, p) for name, p in named if p.requires_grad and name not in ignored])
+    model.register_comm_hook(grace, fired)

@@ -9,11 +9,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from grace.engine.session import Grace
-from grace.local import DiLoCo
 from grace.torch.trainers.exchange import Exchange
 
 
-def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace | DiLoCo:
+def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace:
     """Compress what a transformers.Trainer exchanges; every TRL trainer is one. Call it before ``trainer.train()``.
 
     ``params``: as for `grace.grace_from_params`, or a Grace. With an FSDP2 model (``TrainingArguments(fsdp=True)``) the
@@ -26,8 +25,8 @@ def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace | DiLo
     are exchanged once per step. A single process sends nothing.
 
     Raises TypeError for other trainers; ValueError, on all workers, for DeepSpeed, DataParallel, FSDP1, models that
-    transformers loads in parts, ``auto_find_batch_size``, and a second call. Before the first step is taken
-    RuntimeError, if no gradient has passed through DistributedDataParallel.
+    transformers loads in parts, ``auto_find_batch_size``, and a second call. RuntimeError
+    after the first step if no gradient has passed through DistributedDataParallel.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"a transformers.Trainer is needed, not {type(trainer).__name__}")
@@ -37,7 +36,7 @@ def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace | DiLo
     trainer.add_callback(callback)
     trainer.train = callback.train
     trainer.log = callback.log
-    return callback.exchange.averages
+    return callback.exchange.grace
 
 
 def _refused(trainer: Any) -> str:
@@ -65,7 +64,7 @@ class _Callback(TrainerCallback):
         self.exchange = exchange
         self._trainer, self._train, self._log = trainer, trainer.train, trainer.log
         self._resume: Any = None
-        self._exchanges = self._checked = False
+        self._exchanges = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own method; remembers the checkpoint."""
@@ -80,14 +79,9 @@ class _Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._exchanges = self.exchange.attach(self._trainer.model_wrapped)
-        resume, self._resume, self._checked = self._resume, None, False
+        resume, self._resume = self._resume, None
         if resume and self._exchanges:
             self.exchange.load(get_last_checkpoint(args.output_dir) if resume is True else resume)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._exchanges and not self._checked:
-            self._checked = True
-            self.exchange.check_exchanged()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._exchanges and not args.save_only_model:

@@ -1,0 +1,220 @@
+"""Accelerate, Lightning, Fabric with GRACE on two gloo workers, against their own runs: OUT. Saves what was found."""
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from launch import error_of, join_torch, leave_gloo, save
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+out = Path(sys.argv[1])
+rank, size = join_torch("torch")
+
+import lightning
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from lightning.fabric import Fabric
+
+import grace.torch
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+NONE = {"compressor": "none", "min_numel": 0}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, "memory": "residual", "min_numel": 0}
+INT4 = {"compressor": "blockint", "bits": 4, "min_numel": 0}
+STEPS = 6
+X = torch.randn(192, 20, generator=torch.Generator().manual_seed(1))
+Y = X @ torch.randn(20, 3, generator=torch.Generator().manual_seed(2))
+BATCHES = DataLoader(TensorDataset(X, Y), 4)
+found = {}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def loss_of(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+# Accelerate: two passes a step, clipping, evaluation in between; checkpoint after the third step.
+def accelerated(params=None, first=0, last=STEPS, bare=False):
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=1, find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    hook = None
+    if params is not None:
+        hook = grace.torch.AccelerateHook(params, *(() if bare else (accelerator,)))
+        accelerator.ddp_handler = hook
+    model = net()
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2), BATCHES)
+    if first:
+        accelerator.load_state(str(out / "accelerate"))
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        if not 2 * first <= number < 2 * last:
+            continue
+        with accelerator.accumulate(model):
+            loss = loss_of(model, x, y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            model(X[:4])
+        if number == 5 and not first and params is TOPK and not bare:
+            accelerator.save_state(str(out / "accelerate"))
+            accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return flat(model), losses, hook, model
+
+
+own, _, _, plain = accelerated()
+none, _, hook, model = accelerated(NONE)
+options = "find_unused_parameters", "bucket_bytes_cap"
+found["accelerate none"] = (torch.equal(own, none), hook.grace.steps, hook.grace.names)
+found["accelerate options"] = all(getattr(model, key) == getattr(plain, key) for key in options)
+_, losses, hook, _ = accelerated(INT4, last=24)
+report = hook.grace.report()
+found["accelerate int4"] = (losses[0], losses[-1], report.bytes_dense / report.bytes_sent)
+whole, _, hook, _ = accelerated(TOPK)
+resumed, _, again, _ = accelerated(TOPK, first=3)
+norms = [[each.residual_norm for each in one.grace.report().tensors] for one in (hook, again)]
+found["accelerate resumed"] = (torch.equal(whole, resumed), again.grace.steps, norms[0] == norms[1])
+found["accelerate norms"] = norms[0]
+found["accelerate bare"] = torch.equal(accelerated(TOPK, bare=True)[0], whole)
+found["accelerate files"] = sorted(each.name for each in (out / "accelerate" / "grace").glob("*/*"))
+accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
+found["accelerate hook"] = error_of(grace.torch.AccelerateHook, TOPK, accelerator)
+found["accelerate local"] = error_of(grace.torch.AccelerateHook, {"local": {"sync_every": 2}, "compressor": "none"})
+
+
+# Lightning.
+class Module(lightning.LightningModule):
+    def __init__(self, bypass=False):
+        super().__init__()
+        self.net, self.losses, self.bypass = net(), [], bypass
+
+    def training_step(self, batch, number):
+        loss = loss_of(self.net, *batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, number):
+        self.log("seen", loss_of(self.net, *batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+class Logged(lightning.pytorch.loggers.logger.DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append((step, dict(metrics)))
+
+
+def lit(params=None, epochs=2, resume=None, checkpoints=None):
+    module, logger = Module(), Logged()
+    callback = None if params is None else grace.torch.LightningCallback(params)
+    callbacks = [callback] if callback else []
+    if checkpoints:
+        each = {"save_top_k": -1, "save_on_train_epoch_end": True}
+        callbacks.append(lightning.pytorch.callbacks.ModelCheckpoint(out / checkpoints, "{step}", **each))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp",
+        callbacks=callbacks,
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        log_every_n_steps=2,
+        logger=logger,
+        enable_checkpointing=bool(checkpoints),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=True,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(X[:48], Y[:48]), 4), BATCHES, ckpt_path=resume, weights_only=True)
+    return flat(module), module.losses, callback, logger.lines
+
+
+own, *_ = lit()
+none, _, callback, _ = lit(NONE)
+found["lightning none"] = (torch.equal(own, none), callback.grace.steps, callback.grace.names)
+_, losses, callback, lines = lit(INT4, 8)
+report = callback.grace.report()
+logged = [(step, line["grace_ratio"], line["grace_bytes_sent"]) for step, line in lines if "grace_ratio" in line]
+found["lightning int4"] = (losses[0], losses[-1], report.bytes_dense / report.bytes_sent, report.bytes_sent, logged)
+whole, _, callback, _ = lit(TOPK, checkpoints="lightning")
+resumed, losses, again, _ = lit(TOPK, resume=out / "lightning" / "step=3.ckpt")
+norms = [[each.residual_norm for each in one.grace.report().tensors] for one in (callback, again)]
+found["lightning resumed"] = (torch.equal(whole, resumed), again.grace.steps, norms[0] == norms[1], len(losses))
+lit(epochs=1, checkpoints="own")
+found["lightning foreign"] = error_of(lit, TOPK, resume=out / "own" / "step=3.ckpt")
+
+# Fabric.
+fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp")
+fabric.launch()
+
+
+def fabricated(params=None, first=0):
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), 1e-2))
+    grc = None if params is None else grace.torch.compress(model, params)
+    parts = {"model": model, "optimizer": optimizer}
+    if grc is not None:
+        parts["grace"] = grace.torch.GatheredState(grc)
+    if first:
+        fabric.load(out / "fabric.ckpt", parts)
+    for number, (x, y) in enumerate(DataLoader(TensorDataset(X[rank::2], Y[rank::2]), 4)):
+        if not 2 * first <= number < 2 * STEPS:
+            continue
+        if number == 6 and not first and params is TOPK:
+            fabric.save(out / "fabric.ckpt", parts)
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            fabric.backward(loss_of(model, x, y))
+        if number % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(X[:4])
+            model.train()
+    return flat(model), grc
+
+
+own, _ = fabricated()
+none, grc = fabricated(NONE)
+found["fabric none"] = (torch.equal(own, none), grc.steps, grc.names)
+whole, grc = fabricated(TOPK)
+resumed, again = fabricated(TOPK, 3)
+found["fabric resumed"] = (torch.equal(whole, resumed), again.steps)
+found["fabric ratio"] = grc.report().ratio
+
+# What is refused, on all workers.
+found["plain"] = error_of(grace.torch.compress, net(), TOPK)
+found["no model"] = error_of(grace.torch.compress, [net()], TOPK)
+model = nn.parallel.DistributedDataParallel(net())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+grace.torch.compress(model, NONE)
+loss_of(model.module, X, Y).backward()
+other = torch.nn.Linear(2, 2)
+other(torch.ones(1, 2)).sum().backward()
+found["another"] = error_of(torch.optim.SGD(other.parameters(), 0.1).step)
+found["bypass"] = error_of(optimizer.step)
+save(out, rank, found)
+leave_gloo()

@@ -1,4 +1,4 @@
-"""Handwritten digits with Hugging Face Accelerate: GRACE is the communication hook of the model that it prepares.
+"""Handwritten digits with Hugging Face Accelerate: `AccelerateHook` compresses what the prepared model exchanges.
 
 torchrun --nproc-per-node 2 examples/accelerate_torch.py
 accelerate launch --cpu --num_processes 2 examples/accelerate_torch.py --method powersgd
@@ -29,13 +29,9 @@ def main() -> None:
     loader = DataLoader(data, options.batch_size, shuffle=True, drop_last=True)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    # Accelerate's own argument accepts only PyTorch's hooks, but the prepared model is a DistributedDataParallel.
     grc = grace_from_params({"compressor": options.method, **options.params})
-    grace.torch.name_parameters(grc, model)
-    if accelerator.num_processes > 1:
-        model.register_comm_hook(grc, grace.torch.ddp_hook)
+    accelerator.ddp_handler = grace.torch.AccelerateHook(grc, accelerator)  # before prepare
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(options.epochs):
         for x, y in loader:

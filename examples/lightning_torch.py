@@ -1,4 +1,4 @@
-"""Handwritten digits with PyTorch Lightning: GRACE is the communication hook of its DDPStrategy.
+"""Handwritten digits with PyTorch Lightning: `LightningCallback` compresses what its DDPStrategy exchanges.
 
 torchrun --nproc-per-node 2 examples/lightning_torch.py
 """
@@ -12,12 +12,10 @@ import digits
 import lightning
 import torch
 from digits_torch import make_model
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import grace.torch
-from grace import Grace, grace_from_params
 
 
 class Digits(lightning.LightningModule):
@@ -41,17 +39,6 @@ class Digits(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.options.lr, momentum=self.options.momentum)
 
 
-class HookOnCPU(lightning.Callback):
-    """Registers the hook, which Lightning does only for models on GPUs."""
-
-    def __init__(self, grc: Grace):
-        self.grace = grc
-
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.strategy.root_device.type != "cuda":
-            trainer.strategy.model.register_comm_hook(self.grace, grace.torch.ddp_hook)
-
-
 def main() -> None:
     options = digits.arguments("Handwritten digits with Lightning.").parse_args()
     torch.set_num_threads(1)  # more threads do not help so small a model
@@ -64,14 +51,13 @@ def main() -> None:
     batches = DataLoader(TensorDataset(images[:, None], labels), options.batch_size, shuffle=True, drop_last=True)
     tests = DataLoader(TensorDataset(test_images[:, None], test_labels), 250)
 
-    grc = grace_from_params({"compressor": options.method, **options.params})
     module = Digits(options)
-    grace.torch.name_parameters(grc, module)
+    callback = grace.torch.LightningCallback({"compressor": options.method, **options.params})
     trainer = lightning.Trainer(
         accelerator=device,
         devices=size,
-        strategy=DDPStrategy(ddp_comm_state=grc, ddp_comm_hook=grace.torch.ddp_hook),
-        callbacks=[HookOnCPU(grc)],
+        strategy="ddp",
+        callbacks=[callback],
         max_epochs=options.epochs,
         gradient_clip_val=5.0,  # of the means
         use_distributed_sampler=False,  # the data is shared out above
@@ -82,8 +68,9 @@ def main() -> None:
     )
     trainer.fit(module, batches, tests)
     if trainer.is_global_zero:
-        print(f"test accuracy {float(trainer.callback_metrics['accuracy']):.3f}, ratio {grc.report().ratio:.1f}")
-        print(grc.report())
+        report = callback.grace.report()
+        print(f"test accuracy {float(trainer.callback_metrics['accuracy']):.3f}, ratio {report.ratio:.1f}")
+        print(report)
     torch.distributed.destroy_process_group()
 
 

@@ -30,13 +30,11 @@ Report = Callable[[dict[str, Any], Path], None]
 
 def train(config: dict[str, Any], checkpoint: Path | None, report: Report, device: Any = "cpu") -> nn.Module:
     """One worker of an initialised process group; continues from ``checkpoint``, a folder with all workers' files."""
-    transport = grace.init()
+    grace.init()
     torch.manual_seed(config["seed"])
     model = DistributedDataParallel(make_model().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-    grc = grace.grace_from_params({"compressor": config["method"], **config["params"]}, transport)
-    grace.torch.name_parameters(grc, model)
-    model.register_comm_hook(grc, grace.torch.ddp_hook)
+    grc = grace.torch.compress(model, {"compressor": config["method"], **config["params"]})
     first = 1
     if checkpoint is not None:
         shared = torch.load(checkpoint / "shared.pt", map_location=device)

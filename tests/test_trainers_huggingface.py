@@ -1,8 +1,9 @@
-"""grace.torch.trainer: transformers.Trainer on two gloo workers, against its own run."""
+"""grace.torch.trainer: transformers.Trainer and TRL's SFTTrainer on two gloo workers, against their own runs."""
 
 import re
 
 import pytest
+import torch
 from launch import TESTS, launch, launcher, run
 
 pytestmark = pytest.mark.processes
@@ -11,7 +12,7 @@ WORKER = "trainer_huggingface.py"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
     out = tmp_path_factory.mktemp("out")
     printed = run(*launcher("torchrun", 2), TESTS / "workers" / WORKER, out, "kill", log=out / "killed.txt", fails=True)
     assert "exitcode  : -9" in printed
@@ -42,6 +43,38 @@ def test_a_resumed_training_equals_the_uninterrupted_one(found):
     assert found[0]["residuals"] != found[1]["residuals"], "each worker has its own"
 
 
+def test_local_training_by_the_same_line(found):
+    for worker in found:
+        landed, ratio, losses, logged = worker["local"]
+        assert landed == 3, "after steps 2 and 4, and at the end"
+        assert 8 < ratio < 9  # three exchanges of a fifth of the bytes, in five steps
+        assert len(logged) == len(losses) == 5
+        assert losses[-1] < losses[0]
+        assert worker["local resumed"] == (True, 3, 5), "from a checkpoint within a round"
+    weights = [worker["local weights"] for worker in found]
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items()), "one model at the end"
+
+
+def test_trl_trains_as_without_compression_learns_and_resumes(found):
+    for worker in found:
+        assert worker["sft none"] == (True, 4)
+        assert worker["sft resumed"] == (True, 4)
+        losses, ratio, logged = worker["sft int4"]
+        assert losses[-1] < 0.7 * losses[0]
+        assert 7 < ratio < 8
+        assert logged == [pytest.approx(ratio)] * 12
+
+
+def test_fsdp2_by_the_same_line(found):
+    for worker in found:
+        assert worker["fsdp none"] == (True, 6)
+        equal, steps, gradients, parameters = worker["fsdp resumed"]
+        assert equal
+        assert steps == 6
+        assert gradients > 9, "a tenth of the gradients, and half of the float32's reduce-scatter"
+        assert 2 < parameters < 4, "8 bits; vectors are exact"
+
+
 def test_a_step_without_an_exchange_is_an_error_on_all_workers(found):
     for worker in found:
         error, steps = worker["bypass"]
@@ -58,6 +91,8 @@ def test_a_step_without_an_exchange_is_an_error_on_all_workers(found):
         ("deepspeed", "ValueError: .* DeepSpeed averages gradients itself"),
         ("parts", "ValueError: .* transformers loaded the model in parts"),
         ("data parallel", r"ValueError: .* one process drives several GPUs \(DataParallel\)"),
+        ("fsdp1", "ValueError: .* FSDP1 offers no hook"),
+        ("fsdp local", "ValueError: local training steps a plain model"),
         ("batch size", "ValueError: .* auto_find_batch_size"),
     ],
 )

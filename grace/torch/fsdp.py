@@ -89,8 +89,8 @@ def fsdp(
                 f"a Grace is needed, not {type(each).__name__}: make one with grace_from_params({{'compressor': ..., "
                 "'communicator': 'reducescatter'})"
             )
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not modules:
+    calls = _calls(model)
+    if not calls:
         raise TypeError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard on it first")
     if grace is None and replicas is None:
         raise ValueError(
@@ -112,7 +112,7 @@ def fsdp(
         exchanges.append(grace)
     if replicas is not None:
         exchanges.append(replicas)
-    managed = {name or "(root)": list(_managed(module)) for name, module in modules.items()}
+    managed = {name or "(root)": list(_managed(modules)) for name, modules in calls.items()}
     for name, places in managed.items() if compressor is not None else ():
         if any(p.device.type == "meta" for _, _, p in places):
             raise ValueError(
@@ -121,18 +121,20 @@ def fsdp(
             )
     step = _Step(exchanges, rollback == "keep")
     groups = [_Group(name, found, step) for name, found in managed.items()]
-    for group, module in zip(groups, modules.values(), strict=True):
+    for group, modules in zip(groups, calls.values(), strict=True):
         group.extend()
-        module.register_forward_pre_hook(group.watch)
+        for module in modules:
+            module.register_forward_pre_hook(group.watch)
         if group.managed and all(p.device.type != "meta" for _, _, p in group.managed):
             # The methods of `register_fsdp_forward_method` run no hook of the module.
-            module.unshard()
-            group.watch(module, ())
-            module.reshard()
+            modules[0].unshard()
+            group.watch(modules[0], ())
+            modules[0].reshard()
     if compressor is not None:
-        gathers = _gathers(modules.values(), managed, compressor, exchanges[0], None if compress_no_grad else Mode())
+        firsts = [first for first, *_ in calls.values()]
+        gathers = _gathers(firsts, managed, compressor, exchanges[0], None if compress_no_grad else Mode())
         exchanges[0].report_parameters(lambda: [gather.report() for gather in gathers])
-    for group, module in zip(groups, modules.values(), strict=True):
+    for group, (module, *_) in zip(groups, calls.values(), strict=True):
         if group.managed and grace is not None:
             module.set_custom_reduce_scatter(_ReduceScatter(group, grace))
         if group.managed and replicas is not None:
@@ -160,8 +162,15 @@ def _gathers(
     return found
 
 
-def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    # (owner module, attribute name, parameter) of the parameters that FSDP reduces with this module, in FSDP's order
+def _calls(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    # The modules of each `fully_shard` call, by the name of the first; a call may shard several together.
+    named = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    calls = [tuple(getattr(module._get_fsdp_state(), "_modules", (module,))) for module in named]
+    return {named[call[0]]: call for call in calls}
+
+
+def _managed(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+    # (owner module, attribute name, parameter) of the parameters that FSDP reduces with these modules, in FSDP's order
     # (children first), without those of nested modules that are sharded separately.
     found: set[Any] = set()
     visited: set[nn.Module] = set()
@@ -176,7 +185,7 @@ def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
                 found.add(p)
                 yield owner, name, p
 
-    return visit(module)
+    return (place for module in modules if module not in visited for place in visit(module))
 
 
 def _row(p: Any) -> int:

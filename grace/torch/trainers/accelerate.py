@@ -26,7 +26,7 @@ class AccelerateHook:
 
     def __init__(self, grace: Grace | Mapping[str, Any], accelerator: Any = None):
         self._exchange, self._options = Exchange(grace), dict[str, Any]()
-        self.grace = self._exchange.grace
+        self.grace = self._exchange.averages
         """The Grace, for its report."""
         if accelerator is None:
             return

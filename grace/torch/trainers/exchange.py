@@ -47,7 +47,7 @@ def compress(model: nn.Module, params: Mapping[str, Any] | Grace) -> Grace:
         raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.compress(model, {{...}})")
     exchange = Exchange(params, any(isinstance(each, FSDPModule) for each in model.modules()))
     exchange.attach(model)
-    return exchange.grace
+    return exchange.averages
 
 
 class Exchange:
@@ -62,17 +62,17 @@ class Exchange:
         if isinstance(params, Mapping):
             if "local" in params:
                 raise ValueError(
-                    "local training steps a plain model, which this trainer wraps in DistributedDataParallel: call "
-                    "grace.torch.local with the optimizer of a model that was not prepared"
+                    "local training steps a plain model, but this one is prepared for FSDP2 or DistributedDataParallel: "
+                    "call grace.torch.local with the optimizer of a plain model"
                 )
             params = dict(params)
             if sharded:
                 self._gather = params.pop("parameters", None)
                 params = {"communicator": "reducescatter", **params}
-            self.grace = grace_from_params(params)
+            self.averages = grace_from_params(params)
         else:
             check_grace(params, "pass it, or the dictionary for it")
-            self.grace = params
+            self.averages = params
         self._model: ref[nn.Module] | None = None
 
     def attach(self, model: nn.Module) -> bool:
@@ -99,34 +99,44 @@ class Exchange:
             )
         self._model = ref(found[0])
         if isinstance(found[0], DistributedDataParallel):
-            _hook(self.grace, found[0])
+            _hook(self.averages, found[0])
         else:
-            fsdp(model, self.grace, parameters=self._gather)
+            fsdp(model, self.averages, parameters=self._gather)
         return True
-
-    def figures(self) -> dict[str, float]:
-        """For a trainer's log: ratio, and bytes that this worker has sent since the training began or was resumed."""
-        report = self.grace.report()
-        return {"grace_ratio": report.ratio, "grace_bytes_sent": float(report.bytes_sent)}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write this worker's state into a trainer's checkpoint. Every worker makes this call."""
-        here = Path(folder) / FOLDER
-        shutil.rmtree(here, ignore_errors=True)  # of an earlier run in the same folder
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        checkpoint.save(self.grace, here, keep=0)
+        save(self.averages, folder)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Load what `save` wrote; raises as `grace.checkpoint.load`, on all workers alike."""
-        here = Path(folder) / FOLDER
-        try:
-            checkpoint.load(self.grace, here)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error}. The trainer wrote this checkpoint without GRACE, or was stopped meanwhile: resume from an "
-                "earlier one, or train without resuming"
-            ) from error
+        load(self.averages, folder)
+
+
+def figures(averages: Any) -> dict[str, float]:
+    """For a trainer's log: ratio, and bytes that this worker has sent since the training began or was resumed."""
+    report = averages.report()
+    return {"grace_ratio": report.ratio, "grace_bytes_sent": float(report.bytes_sent)}
+
+
+def save(averages: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the state of a Grace or a DiLoCo into the folder of a trainer's checkpoint."""
+    here = Path(folder) / FOLDER
+    shutil.rmtree(here, ignore_errors=True)  # of an earlier run in the same folder
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    checkpoint.save(averages, here, keep=0)
+
+
+def load(averages: Any, folder: str | os.PathLike[str]) -> None:
+    """Load what `save` wrote."""
+    try:
+        checkpoint.load(averages, Path(folder) / FOLDER)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}. The trainer wrote this checkpoint without GRACE, or was stopped meanwhile: resume from an "
+            "earlier one, or train without resuming"
+        ) from error
 
 
 def _hook(grace: Grace, model: DistributedDataParallel) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grace.engine.session import Grace
 from grace.torch.checkpoint import GatheredState
-from grace.torch.trainers.exchange import Exchange
+from grace.torch.trainers.exchange import Exchange, figures
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch import Callback
@@ -45,7 +45,7 @@ class LightningCallback(Callback):
         """The Grace, for its report; RuntimeError before ``fit``."""
         if self._exchange is None:
             raise RuntimeError("the Grace is made when fit begins")
-        return self._exchange.grace
+        return self._exchange.averages
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the Grace."""
@@ -68,8 +68,7 @@ class LightningCallback(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the figures."""
         if self._exchanges and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
-            assert self._exchange is not None
-            pl_module.log_dict(self._exchange.figures(), on_step=True, on_epoch=False)
+            pl_module.log_dict(figures(self.grace), on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add all workers' states."""

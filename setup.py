@@ -1,6 +1,8 @@
 """Compiles the kernels, where there is a C++ compiler, into the wheel or the source tree. All else is in setup.cfg.
 
 They are plain shared libraries, so one wheel serves every Python of a platform; without them it serves every platform.
+Of the instruction sets this CPU's best alone is compiled, which takes a third of the time: all if GRACE_ISAS=all asks
+for them, as for a wheel that others install, or for another machine's platform.
 """
 
 import importlib.util
@@ -22,6 +24,8 @@ spec.loader.exec_module(kernels)
 # Python's own way to say for which platform extensions are built: _PYTHON_HOST_PLATFORM=linux-aarch64.
 machine = sysconfig.get_platform().rpartition("-")[2]
 machine = platform.machine().lower() if machine == "universal2" else machine
+every = os.environ.get("GRACE_ISAS") == "all" or machine != kernels.MACHINE
+SLOWER = "compression on CPUs. With a compiler, python -m grace.kernels.build --native adds them"
 
 
 class BuildKernels(build_ext):
@@ -51,7 +55,7 @@ class BuildKernels(build_ext):
         try:
             shutil.copy(found, target) if found else kernels.compile_library(name, target, machine)
         except RuntimeError as error:
-            raise CompileError(f"{error}; GRACE works without, only slower") from error
+            raise CompileError(f"{error}; GRACE works without, only slower: {SLOWER}") from error
 
 
 class Wheel(bdist_wheel):
@@ -66,5 +70,6 @@ class Wheel(bdist_wheel):
 libraries = [
     Extension(f"grace.kernels._lib.{name}", [f"grace/kernels/{source}"], optional=True)
     for name, (source, *_) in kernels.libraries(machine).items()
+    if every or name in kernels.native()
 ]
 setup(ext_modules=libraries, cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel})

@@ -23,6 +23,7 @@ def build(machine: str, folder: Path) -> None:
         **os.environ,
         "CXX": f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.2.17 -s",
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        "GRACE_ISAS": "all",
     }
     options = ["--wheel", f"-C--build-option=--plat-name=manylinux_2_17_{machine}", "--outdir", str(folder)]
     subprocess.run([sys.executable, "-m", "build", *options, str(ROOT)], env=environment, check=True)

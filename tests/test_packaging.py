@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import grace
-from grace.kernels import build
+from grace.kernels import build, library
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -40,7 +40,7 @@ def wheel(tree, tmp_path_factory):
     build.build()  # the copy has them, so that they are not compiled for it once more
     if (ROOT / "grace" / "kernels" / "_lib").exists():
         shutil.copytree(ROOT / "grace" / "kernels" / "_lib", tree / "grace" / "kernels" / "_lib", dirs_exist_ok=True)
-    return wheel_of(tree, tmp_path_factory.mktemp("wheel"))[0]
+    return wheel_of(tree, tmp_path_factory.mktemp("wheel"), GRACE_ISAS="all")[0]
 
 
 def wheel_of(tree, out, **environment):
@@ -122,6 +122,47 @@ def test_a_wheel_with_kernels_is_of_any_python_and_one_platform(wheel):
     assert wheel.name.endswith(f"-py3-none-{tag}.whl")
 
 
+def native_of(monkeypatch, macros, fails=False):
+    """`build.native()`, if the compiler says that it compiles for a CPU with these macros."""
+    told = subprocess.CompletedProcess([], int(fails), "".join(f"#define {name} 1\n" for name in macros))
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: told)
+    return set(build.native.__wrapped__())
+
+
+@pytest.mark.skipif("avx2" not in build.libraries(), reason="a machine with one instruction set")
+def test_of_the_loops_this_cpu_asks_for_its_best_alone(monkeypatch):
+    others, macros = {"kernels", "timeline"}, {"__FMA__", "__BMI__", "__BMI2__", "__POPCNT__", "__AVX2__"}
+    assert native_of(monkeypatch, macros) == others | {"avx2"}
+    assert native_of(monkeypatch, macros - {"__FMA__"}) == others | {"scalar"}
+    macros |= {"__AVX512F__", "__AVX512BW__", "__AVX512DQ__"}
+    assert native_of(monkeypatch, macros) == others | {"avx2"}
+    assert native_of(monkeypatch, macros | {"__AVX512VL__"}) == others | {"avx512"}
+    assert native_of(monkeypatch, macros, fails=True) == set(build.libraries())
+
+
+def test_the_loops_of_this_cpu_are_those_that_are_loaded():
+    best = library("")
+    if best is None or len(build.native()) == len(build.libraries()):
+        pytest.skip("no kernels, or a machine with one instruction set")
+    assert build.native() == (best.isa, "kernels", "timeline")
+
+
+def test_an_install_compiles_the_loops_of_this_cpu_alone(wheel, tree, tmp_path):
+    if not build.find("kernels"):
+        pytest.skip("no C++ compiler on this machine")
+    one, _ = wheel_of(tree, tmp_path)
+    assert libraries_of(one) == {build.file_name(name) for name in build.native()}
+    assert libraries_of(one) <= libraries_of(wheel)
+
+
+def test_the_released_wheels_have_every_instruction_set(monkeypatch):
+    made = []
+    wheels = script("build_wheels")
+    monkeypatch.setattr(wheels.subprocess, "run", lambda command, env, check: made.append(env))
+    wheels.build("x86_64", Path("dist"))
+    assert made[0]["GRACE_ISAS"] == "all"
+
+
 def test_kernels_of_an_installed_wheel_are_used(wheel, tmp_path):
     if not build.find("kernels"):
         pytest.skip("no C++ compiler on this machine")
@@ -142,7 +183,7 @@ def test_without_a_compiler_a_wheel_has_no_kernels_and_says_so(cxx, tree, tmp_pa
     wheel, said = wheel_of(tmp_path / "tree", tmp_path, **own)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert libraries_of(wheel) == set()
-    assert "GRACE works without, only slower" in said
+    assert "GRACE works without, only slower: compression on CPUs" in said
     assert (f"{cxx} failed" if cxx else "no C++ compiler found") in said
 
 
@@ -284,7 +325,7 @@ def test_the_index_would_take_them(wheel, sdist):
 
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
 def test_each_python_reads_all_sources_and_imports_grace(version, wheel, tmp_path):
-    python = try_pythons().find(version)
+    python = script("try_pythons").find(version)
     if python is None:
         pytest.skip(f"there is no Python {version} on this machine")
     with zipfile.ZipFile(wheel) as archive:
@@ -295,8 +336,8 @@ def test_each_python_reads_all_sources_and_imports_grace(version, wheel, tmp_pat
     assert f"Programming Language :: Python :: {version}" in (ROOT / "setup.cfg").read_text()
 
 
-def try_pythons():
-    spec = importlib.util.spec_from_file_location("try_pythons", ROOT / "scripts" / "try_pythons.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

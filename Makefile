@@ -10,18 +10,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := torch,tensorflow-cpu,cli,dev
 JOBS ?= 2
 ARGS ?=
+KERNELS := $(wildcard grace/kernels/*.py grace/kernels/*.h grace/kernels/*.cc)
+DEMO := .venv-demo
+BEGAN := $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick check format docs dist lab soak gpu clean
+.PHONY: help install demo demo-all test quick check format docs dist lab soak gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.kernels ## make .venv with PyTorch, TensorFlow, Horovod and GRACE (minutes the first time)
 
 # The install above compiled the kernels. This does so again where their sources changed, adds TensorFlow's operations, and
 # says so where there is no compiler: GRACE works without.
-$(VENV)/.kernels: $(VENV)/.installed $(wildcard grace/kernels/*.py grace/kernels/*.h grace/kernels/*.cc)
+$(VENV)/.kernels: $(VENV)/.installed $(KERNELS)
 	$(BIN)/python -m grace.kernels.build
 	@touch $@
 
@@ -34,8 +37,15 @@ $(VENV)/.installed: setup.py setup.cfg pyproject.toml constraints.txt scripts/bu
 	$(BIN)/python scripts/build_horovod.py -c constraints.txt
 	@touch $@
 
-demo: install ## train with and without compression, and show what it saved
-	@$(BIN)/python examples/demo.py $(ARGS)
+demo: $(DEMO)/.ready ## train with and without compression, and show what it saved; needs PyTorch alone
+	@$(DEMO)/bin/python examples/demo.py --began $(BEGAN) $(ARGS)
+
+$(DEMO)/.ready: setup.py setup.cfg constraints.txt scripts/set_up_demo.py $(KERNELS)
+	$(PYTHON) scripts/set_up_demo.py $(DEMO)
+	@touch $@
+
+demo-all: install ## the same in PyTorch, in Keras on TensorFlow over Horovod, and in Keras on PyTorch
+	@$(BIN)/python examples/demo.py --toolkit all --began $(BEGAN) $(ARGS)
 
 # Apart from the other packages: a process that loads TensorFlow and then PyTorch ends where Triton is among them, since
 # both bring an LLVM along. Only processes that some tests start see it.
@@ -100,6 +110,6 @@ soak: install ## feed bad input, kill workers in the middle of steps, train in i
 gpu: install ## check and time everything on a CUDA device (under 10 minutes)
 	$(BIN)/grace bench gpu $(ARGS)
 
-clean: ## remove what was built; .venv and the cache of Horovod wheels stay
+clean: ## remove what was built; .venv, .venv-demo and the cache of Horovod wheels stay
 	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find grace tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

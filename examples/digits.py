@@ -73,7 +73,8 @@ def summary(epoch: dict[str, Any]) -> str:
 
 
 def result(toolkit: str, grc: Grace, history: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The measured results of a run."""
+    """The measured results of a run. In `history`, `bytes_sent` and `computed` are totals: this worker's bytes, and its
+    processor's seconds in training steps, compression included."""
     report = grc.report()
     return {
         "toolkit": toolkit,

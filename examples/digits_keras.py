@@ -65,14 +65,20 @@ class Watch(keras.callbacks.Callback):
         super().__init__()
         self.history: list[dict[str, Any]] = []
         self._grc, self._steps, self._total, self._tell = grc, steps, epochs * steps, tell
+        self._computed = self._busy = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._busy = time.process_time()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._computed += time.process_time() - self._busy
         if batch + 1 < self._steps:
             self._tell(len(self.history) * self._steps + batch + 1, self._total, None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         record = {"epoch": epoch + 1, "loss": logs["loss"], "accuracy": logs["val_accuracy"]}
-        self.history.append({**record, "bytes_sent": self._grc.report().bytes_sent})
+        sent = self._grc.report().bytes_sent
+        self.history.append({**record, "bytes_sent": sent, "computed": self._computed})
         self._tell((epoch + 1) * self._steps, self._total, self.history[-1])
 
 
@@ -93,6 +99,9 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
         jit_compile=False,  # Horovod's operations have no XLA form
     )
     watch = Watch(grc, options.epochs, steps, tell)
+    callbacks = [grace.keras.BroadcastCallback(0), grace.keras.MetricAverageCallback(), watch]
+    if grc.policy is not None:  # `auto`
+        callbacks.append(grace.keras.PolicyCallback())
     began = time.perf_counter()
     model.fit(
         images[:kept, ..., None],
@@ -101,7 +110,7 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
         epochs=options.epochs,
         validation_data=(test_images[..., None], test_labels),  # all test images on every worker, since they are few
         validation_batch_size=len(test_images),
-        callbacks=[grace.keras.BroadcastCallback(0), grace.keras.MetricAverageCallback(), watch],
+        callbacks=callbacks,
         verbose=0,
     )
     return digits.result(TOOLKIT, grc, watch.history, time.perf_counter() - began)

@@ -64,7 +64,9 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
     began = time.perf_counter()
     order = torch.Generator().manual_seed(options.seed)
     history: list[dict[str, Any]] = []
+    computed = 0.0
     for epoch in range(options.epochs):
+        busy = time.process_time()
         batches = torch.randperm(len(images), generator=order).split(options.batch_size)[:steps]
         losses = 0.0
         for step, batch in enumerate(batches, start=1):
@@ -76,10 +78,12 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
             losses += loss.item()
             if step < steps:
                 tell(epoch * steps + step, options.epochs * steps, None)
+        computed += time.process_time() - busy
         with torch.no_grad():  # every worker tests on all test images, which are few
             accuracy = (model(test_images[:, None]).argmax(1) == test_labels).double().mean().item()
         sent = grc.report().bytes_sent
-        history.append({"epoch": epoch + 1, "loss": losses / steps, "accuracy": accuracy, "bytes_sent": sent})
+        record = {"epoch": epoch + 1, "loss": losses / steps, "accuracy": accuracy}
+        history.append({**record, "bytes_sent": sent, "computed": computed})
         tell((epoch + 1) * steps, options.epochs * steps, history[-1])
     return digits.result("PyTorch", grc, history, time.perf_counter() - began)
 

@@ -218,7 +218,7 @@ def test_commands_exist(page):
 
     commands = {command.callback.__name__ for command in app.registered_commands}
     commands |= {group.typer_instance.info.name for group in app.registered_groups}
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = set(re.findall(r"^([\w-]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))
     inline = re.findall(r"`((?:grace|make) [^`]+)`", page.read_text())
     for line in [*shell(page), *inline]:

@@ -1,6 +1,6 @@
-"""Write the decision table of docs/choose.md from stored results: python docs/generate_choose.py; --check compares.
+"""Write the tables of docs/choose.md: python docs/generate_choose.py; --check compares.
 
-Each benchmarks/results/tasks-*.json: rows of a run of `grace bench tasks` (its results.jsonl) and their origin:
+benchmarks/results/tasks-*.json and *-workers.json: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
 of `grace.bench.tasks.results.FIELDS`.
 """
@@ -8,6 +8,7 @@ of `grace.bench.tasks.results.FIELDS`.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable
@@ -22,10 +23,11 @@ from grace.bench.tasks.plan import AUTO, BASELINES
 from grace.bench.tasks.tasks import TOLERANCE, task_of
 from grace.local import PRESETS
 
-from generate_tables import BLOCK
+from generate_tables import filled, shown
 
 ROOT = Path(__file__).parents[1]
 PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
+SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
@@ -36,7 +38,7 @@ CELL = ("task", "toolkit", "workers")
 def load(folder: Path = STORE) -> list[dict[str, Any]]:
     """The runs that are stored; ValueError for a file of another form."""
     runs = []
-    for file in sorted(folder.glob("tasks-*.json")):
+    for file in (*sorted(folder.glob("tasks-*.json")), *sorted(folder.glob("*-workers.json"))):
         run = json.loads(file.read_text())
         if run.get("schema") != results.SCHEMA or not all(isinstance(run.get(key), str) for key in ABOUT):
             raise ValueError(f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}")
@@ -49,60 +51,67 @@ def load(folder: Path = STORE) -> list[dict[str, Any]]:
 
 
 def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each method that was trained wherever dense was; baselines first, then the least loss first.
+    """A line for each method; baselines first, then the least loss first.
 
     ``losses``: by task, toolkit and workers, the share of dense's quality by which it was worse, infinite where it
     diverged or failed, negative where it was better. ``worst``: the largest. ``bytes``, ``seconds``: on the wire and of
-    a step, relative to dense's, geometric means over trainings and rates.
+    a step, relative to dense's, geometric means over the trainings and rates that all methods have. ``tasks``: the
+    number of tasks.
     """
     rows = list(rows)
-    dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
+    dense = {_cell(row): row for row in rows if row["method"] == "dense"}
     pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row in rows:
-        base = dense.get((*(row[key] for key in CELL), row["bandwidth"]))
+        base = dense.get(_cell(row))
         if base is not None and base["quality"] is not None:
             pairs.setdefault(row["method"], []).append((row, base))
+    shared = set(dense).intersection(*({_cell(row) for row, _ in both} for both in pairs.values()))
     out = []
     for method, both in pairs.items():
         losses: dict[tuple[Any, ...], float] = {}
         for row, base in both:  # a method that measures the links is trained at each rate
             cell = tuple(row[key] for key in CELL)
-            losses[cell] = max(_loss(row, base), losses.get(cell, float("-inf")))
-        if len(losses) < len({cell[:-1] for cell in dense}):
-            continue
+            losses[cell] = max(loss(row, base), losses.get(cell, float("-inf")))
         means = {}
         for name, key in (("bytes", "bytes_on_wire"), ("seconds", "seconds")):
-            shares = [row[key] / base[key] for row, base in both if row[key]]
+            shares = [row[key] / base[key] for row, base in both if row[key] and _cell(row) in shared]
             means[name] = statistics.geometric_mean(shares) if shares else float("inf")
         out.append(
             {
                 "method": method,
                 "losses": losses,
                 "worst": max(losses.values()),
+                "tasks": len({cell[0] for cell in losses}),
                 **means,
             }
         )
     return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
 
 
-def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
-    # The part of dense's quality by which a method is worse.
+def _cell(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (*(row[key] for key in CELL), row["bandwidth"])
+
+
+def loss(row: dict[str, Any], base: dict[str, Any]) -> float:
+    """The share of dense's quality by which a method is worse; infinite if it diverged or failed."""
     if row["quality"] is None or row["error"]:
         return float("inf")
     return (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
 
 
 def choice(found: Iterable[dict[str, Any]], elsewhere: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
-    """The method with the fastest steps whose quality is worse by no more than ``limit`` in any training.
+    """The method of all tasks with the fastest steps whose quality is worse by no more than ``limit`` in any training.
 
     ``elsewhere``: lines of trainings with fewer seeds, in which it may be worse by NOISE more. Of the methods that
     exchange gradients in every step, and that a user names.
     """
-    others = {line["method"]: line["worst"] for line in elsewhere}
+    found = list(found)
+    others, tasks = {line["method"]: line["worst"] for line in elsewhere}, max(line["tasks"] for line in found)
     fit = (
         line
         for line in found
         if line["method"].partition(":")[0] not in (AUTO, *PRESETS)
+        and line["tasks"] == tasks
         and line["worst"] <= limit
         and others.get(line["method"], 0.0) <= limit + NOISE
     )
@@ -111,44 +120,41 @@ def choice(found: Iterable[dict[str, Any]], elsewhere: Iterable[dict[str, Any]],
 
 
 def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
-    """By bandwidth and method: how many times sooner than dense it reached dense's quality less the tolerance.
+    """By method and bandwidth: how many times sooner than dense it reached dense's quality less the tolerance.
 
     A number for each training with a dense one; None where the method did not reach it.
     """
     rows = [row for row in rows if row["bandwidth"] and row["seconds"]]
-    cells = {(*(row[key] for key in CELL), row["bandwidth"], row["method"]): row for row in rows}
+    dense = {_cell(row): row for row in rows if row["method"] == "dense"}
     found: dict[str, dict[str, list[float | None]]] = {}
-    for bandwidth in sorted({row["bandwidth"] for row in rows}, key=bits_per_second):
-        bases = [row for row in rows if row["method"] == "dense" and row["bandwidth"] == bandwidth]
-        for method in dict.fromkeys(row["method"] for row in rows if row["bandwidth"] == bandwidth):
-            mine = [(base, cells.get((*(base[key] for key in CELL), bandwidth, method))) for base in bases]
-            if all(row is not None for _, row in mine):
-                times = [(base["seconds_to_relative"], row["seconds_to_relative"]) for base, row in mine if row]
-                found.setdefault(bandwidth, {})[method] = [None if row is None else base / row for base, row in times]
+    for row in sorted(rows, key=lambda row: bits_per_second(row["bandwidth"])):
+        base, own = dense[_cell(row)]["seconds_to_relative"], row["seconds_to_relative"]
+        each = found.setdefault(row["method"], {}).setdefault(row["bandwidth"], [])
+        each.append(None if own is None else base / own)
     return found
 
 
 def times(rows: list[dict[str, Any]]) -> list[str]:
-    """The paragraphs on time to quality; none without times."""
-    found = speeds(rows)
-    if not found:
-        return []
-    methods = list(dict.fromkeys(method for each in found.values() for method in each))
-    body = []
-    for method in methods:
-        cells = []
-        for each in found.values():
-            reached = [speed for speed in each.get(method, []) if speed is not None]
-            mean = f"{statistics.geometric_mean(reached):.2f}" if reached else "never"
-            count = len(each.get(method, []))
-            short = f" ({len(reached)} of {count})" if len(reached) < count else ""
-            cells.append(f"{mean}{short}" if method in each else "")
-        body.append([f"`{method}`", *cells])
+    """The paragraphs on time to quality, a table for each toolkit and number of workers; none without times."""
+    settings = dict.fromkeys((row["toolkit"], row["workers"]) for row in rows)
+    parts = []
+    for kit, workers in settings:
+        found = speeds(row for row in rows if (row["toolkit"], row["workers"]) == (kit, workers))
+        rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
+        if rates:
+            body = [[f"`{method}`", *(_speed(each.get(rate, [])) for rate in rates)] for method, each in found.items()]
+            parts += [f"{NAMES[kit]} with {workers} workers:", _table(["method", *rates], body)]
     above = (
         f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}, at each rate "
-        "of the links: the geometric mean over the trainings that reached it, with their number if some did not:"
+        "of the links: the geometric mean over the tasks that reached it, with their number if some did not."
     )
-    return [above, _table(["method", *found], body)]
+    return [above, *parts] if parts else []
+
+
+def _speed(speeds: list[float | None]) -> str:
+    reached = [speed for speed in speeds if speed is not None]
+    mean = f"{statistics.geometric_mean(reached):.2f}" if reached else "never" if speeds else ""
+    return f"{mean} ({len(reached)} of {len(speeds)})" if len(reached) < len(speeds) else mean
 
 
 def params(method: str) -> str:
@@ -168,7 +174,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     about = (
         f"Whole trainings ({titles}); every method has as many steps as dense gradients and is not tuned. Of the "
         f"methods whose final quality was close to that of dense gradients in every training (with one seed, by "
-        f"{NOISE:.0%} less close), these have the fastest steps:"
+        f"{NOISE:.0%} less close), these have the fastest steps in the trainings that all methods have:"
     )
     best = [(limit, choice(found, elsewhere, limit)) for limit in LIMITS]
     body = [
@@ -179,7 +185,9 @@ def text(runs: list[dict[str, Any]]) -> str:
     parts = [about, _table(heads, body)]
     for some, each in ((main, found), (rest, elsewhere)):
         parts += _losses(some, each) + times(some) if some else []
-    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`" for run in runs]
+    for run in runs:
+        command, semicolon, rest = run["command"].partition(";")
+        parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}: `{command}`{semicolon}{rest}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -193,14 +201,22 @@ def _losses(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str
     noise = _noise(found, sorted({each[2] for each in cells}))
     above = (
         f"{_joined(list(settings))}: the loss of quality, as a share of the quality of dense gradients (negative: "
-        f"better{'; the largest of each task' * (len(cells) > 1)}). {noise}"
+        f"better{'; the largest of each task' * (len(cells) > 1)}), in bold above {TOLERANCE:.0%}. Settings: in how "
+        f"many of these the method was trained. {noise}"
     )
     body = []
     for line in found:
-        losses = [[loss for cell, loss in line["losses"].items() if cell[0] == task] for task in tasks]
-        shown = ["failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %" for each in losses]
-        body.append([f"`{line['method']}`", *shown, f"{line['bytes']:.2f}"])
-    return [above.rstrip(), _table(["method", *tasks, "bytes"], body)]
+        losses = [[value for cell, value in line["losses"].items() if cell[0] == task] for task in tasks]
+        shown = ["" if not each else _percent(max(each)) for each in losses]
+        count = len({cell[1:] for cell in line["losses"]})
+        body.append([f"`{line['method']}`", *shown, f"{count} of {len(cells)}", f"{line['bytes']:.2f}"])
+    heads = ["method", *tasks, "settings", "bytes"]
+    return [above.rstrip(), _table(heads, body)]
+
+
+def _percent(loss: float) -> str:
+    shown = "failed" if loss == float("inf") else f"{loss * 100 + 0.0:+.1f} %"
+    return f"**{shown}**" if loss > TOLERANCE else shown
 
 
 def _noise(found: list[dict[str, Any]], seeds: list[int]) -> str:
@@ -220,11 +236,10 @@ def _table(heads: list[str], body: list[list[str]]) -> str:
 
 
 def page(before: str, made: str) -> str:
-    """The page with this content in its generated section; ValueError if it has none."""
-    after, count = BLOCK.subn(lambda found: f"{found[1]}\n{made}\n{found[3]}", before)
-    if count != 1:
-        raise ValueError(f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->")
-    return after
+    """The page with this content in its generated section, and tables of commands; ValueError if it has no section."""
+    if len(re.findall(f"<!-- {SECTION} -->", before)) != 1:
+        raise ValueError(f"{PAGE} has not one generated section <!-- {SECTION} -->, which ends with <!-- end -->")
+    return filled(before, lambda what: made.rstrip("\n") if what == SECTION else shown(what))
 
 
 if __name__ == "__main__":

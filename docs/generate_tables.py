@@ -1,6 +1,7 @@
-"""Prints the tables of docs/advise.md, planner.md and sidco.md anew, from what `grace` measures on this machine.
+"""Prints the tables of docs/advise.md, planner.md and sidco.md anew, from stored costs or what is measured here.
 
-python docs/generate_tables.py advise               # half a minute; planner.md and advise.png, too
+python docs/generate_tables.py advise               # half a minute; advise.png, too
+python docs/generate_tables.py plan                 # of planner.md
 python docs/generate_tables.py sidco                # ten minutes; also sidco.png
 python docs/generate_tables.py sidco sidco.json     # of what `grace bench sidco --output sidco.json` found before
 
@@ -51,8 +52,17 @@ TIMED = {
 
 def replaced(page: Path, made: Callable[[str], str]) -> None:
     """Put what ``made`` gives for each block's name into the page."""
-    text = page.read_text(encoding="utf-8")
-    page.write_text(BLOCK.sub(lambda found: f"{found[1]}\n{made(found['what'])}\n\n{found[3]}", text), encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+def filled(text: str, made: Callable[[str], str]) -> str:
+    """A page with what ``made`` gives for each block's name."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{made(found['what'])}\n\n{found[3]}", text)
+
+
+def shown(command: str) -> str:
+    """What a command prints, as a block of text."""
+    return f"```text\n{grace(command)}\n```"
 
 
 def grace(command: str) -> str:
@@ -64,14 +74,14 @@ def grace(command: str) -> str:
 
 
 def advise() -> None:
-    """The page's commands, each with costs that are measured once."""
-    costs = DOCS / "costs.json"
-    grace(f"grace advise resnet50 --save-costs {costs} --plot {DOCS / 'advise.png'}")
-    try:
-        for page in ("advise.md", "planner.md"):
-            replaced(DOCS / page, lambda command: f"```text\n{grace(f'{command} --costs {costs}')}\n```")
-    finally:
-        costs.unlink()
+    """The commands of advise.md, and its figure."""
+    replaced(DOCS / "advise.md", shown)
+    grace(f"grace advise resnet50 --costs epyc --plot {DOCS / 'advise.png'}")
+
+
+def plan() -> None:
+    """The commands of planner.md, with stored costs."""
+    replaced(DOCS / "planner.md", lambda command: shown(f"{command} --costs epyc"))
 
 
 def kept(found: dict[str, Any]) -> str:
@@ -118,7 +128,7 @@ def sidco(file: str = "") -> None:
 
 
 if __name__ == "__main__":
-    wanted = {"advise": advise, "sidco": sidco}
+    wanted = {"advise": advise, "plan": plan, "sidco": sidco}
     if len(sys.argv) < 2 or sys.argv[1] not in wanted:
         sys.exit(__doc__)
     wanted[sys.argv[1]](*sys.argv[2:])

@@ -16,9 +16,9 @@ from launch import free_port, launcher, run
 
 import grace
 from grace.bench.tasks import plan
-from grace.cli.methods import BEGIN
 from grace.core import name_of
 from grace.core.registry import communicators, compressors, memories
+from grace.planner.measured import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +28,7 @@ GENERATED = [
     *sorted((ROOT / "docs" / "methods").glob("*.md")),
 ]
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
+MEASURED = [sys.executable, str(ROOT / "docs" / "generate_measured.py")]
 CHOICE = [sys.executable, str(ROOT / "docs" / "generate_choose.py")]
 TOOLKITS = ("horovod", "keras", "ray", "tensorflow", "torch")
 
@@ -142,20 +143,34 @@ CELL = ("task", "toolkit", "workers")
 def test_the_choice_of_methods_is_that_of_the_stored_results():
     done = subprocess.run([*CHOICE, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    (stored,) = (ROOT / "benchmarks" / "results").glob("tasks-*.json")
-    rows = json.loads(stored.read_text())["results"]
+    folder = ROOT / "benchmarks" / "results"
+    stored = [*folder.glob("tasks-*.json"), *folder.glob("*-workers.json")]
+    assert len(stored) == 2
+    rows = [row for file in stored for row in json.loads(file.read_text())["results"]]
     rows = [row for row in rows if not row["method"].startswith(("auto", "localsgd"))]  # which are not recommended here
-    dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
+    cells = {(*(row[key] for key in CELL), row["bandwidth"], row["method"]): row for row in rows}
+    methods = {row["method"] for row in rows}
     shares, out = {}, set()
-    for row in rows:
-        base = dense[(*(row[key] for key in CELL), row["bandwidth"])]
+    for (*cell, method), row in cells.items():
+        base = cells[(*cell, "dense")]
         loss = (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
-        if row["seeds"] == 3:
-            shares.setdefault(row["method"], []).append(math.log(row["seconds"] / base["seconds"]))
-        out |= {row["method"]} if loss > (0.03 if row["seeds"] == 3 else 0.06) else set()
+        if all((*cell, each) in cells for each in methods):
+            shares.setdefault(method, []).append(math.log(row["seconds"] / base["seconds"]))
+        out |= {method} if loss > 0.03 else set()
+    assert out == {"eden:bits=2,block_size=64"}
     means = {method: sum(each) / len(each) for method, each in shares.items() if method not in out}
-    assert plan.Job("image", "torch", 2, min(means, key=means.get), ()).params == BEGIN
-    assert json.dumps(BEGIN) in (ROOT / "README.md").read_text()
+    first = plan.Job("image", "torch", 2, min(means, key=means.get), ()).params
+    assert first in RECOMMENDED
+    assert json.dumps(first) in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "choose.md").read_text()
+    for method in methods:  # none is dropped, and those that fail are marked
+        (line,) = (each for each in page.splitlines() if each.startswith(f"| `{method}` |") and "of 4" in each)
+        assert ("**" in line) == (method in out), line
+
+
+def test_stored_measurements_of_the_package_are_those_of_the_results():
+    done = subprocess.run([*MEASURED, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,13 +18,15 @@ from grace.cli import inputs
 from grace.cli import plan as shared
 from grace.core.local_training import Settings
 from grace.planner import advise as adviser
-from grace.planner import local, stages, ways
+from grace.planner import local, measured, stages, ways
 from grace.planner import plan as planner
 from grace.planner.costs import Cluster, Codec
 from grace.planner.profile import Profile
 from grace.stages.settings import compressor_of
 
 MOST = 4096  # maximum number of workers in the plot
+DEVICE = "h100"
+"""The device whose stored costs are compared with those measured on this machine."""
 USUAL = ("allreduce", "allgather")  # default communicators, which the table does not name
 STAGED = ("fp16", "blockint:bits=8", "blockint:bits=4")
 """The default methods between pipeline stages."""
@@ -36,8 +38,10 @@ SHARED = {
     "backend": "--backend",
     "backward": "--backward",
     "batch": "--batch",
+    "gradients": "--gradients",
 }
 """Options shared with `grace plan`: names of parameters and of their flags."""
+GRADIENTS = {"gradients": "--gradients"}
 SCHEDULE = {"fragments": "--fragments", "fragment_sync_delay": "--fragment-sync-delay"}
 """Options of local training: names of parameters and of their flags."""
 
@@ -48,7 +52,8 @@ def advise(
     methods: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[METHOD]...", help="Methods, such as topk:compress_ratio=0.001; default: eight common ones."
+            metavar="[METHOD]...",
+            help="Methods, such as topk:compress_ratio=0.001; default: those that grace methods recommends.",
         ),
     ] = None,
     workers: shared.Workers = 8,
@@ -64,6 +69,7 @@ def advise(
     backend: shared.Backend = None,
     backward: shared.Backward = None,
     batch: shared.Batch = None,
+    gradients: shared.Gradients = None,
     bucket_mb: Annotated[
         float, typer.Option(callback=inputs.finite("of megabytes"), help="Size of GRACE's buckets in MB.")
     ] = adviser.BUCKET_MB,
@@ -117,12 +123,12 @@ def advise(
     if cluster_file is not None:
         inputs.alone(context, "--cluster", shared.LINKS)
     rates, latencies = (bandwidth, intra_bandwidth), (latency, intra_latency)
-    there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies)
-    usual = adviser.METHODS if stage_bytes is None else STAGED
+    there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies, gradients)
+    usual = _usual(costs) if stage_bytes is None else STAGED
     codecs = shared.read_codecs(methods or usual, costs, backend, compress_speed, save_costs)
     sources = list(dict.fromkeys(codec.source for codec in codecs.values()))
     if stage_bytes is not None:
-        inputs.alone(context, "--stage-bytes", {"plot_file": "--plot", "bucket_mb": "--bucket-mb"})
+        inputs.alone(context, "--stage-bytes", {"plot_file": "--plot", "bucket_mb": "--bucket-mb", **GRADIENTS})
         advise_stages(found, there, codecs, stage_bytes, microbatches, as_json)
         return
     inputs.alone(context, "gradients: without --stage-bytes", {"microbatches": "--microbatches"})
@@ -142,6 +148,7 @@ def advise(
     with Console(stderr=True).status("Comparing ..."):
         try:
             advice = adviser.advise(found, there, candidates, bucket_mb)
+            elsewhere = [] if costs or backend else _elsewhere(found, there, list(codecs.values()), bucket_mb)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     if plot_file is not None:
@@ -151,7 +158,23 @@ def advise(
         print(json.dumps({**about, **advice.to_dict()}, indent=2))
     else:
         best = advice.best if advice.best in codecs else next(iter(codecs), "topk")
-        render(advice, there, sources, _plan_command(context, model, best), inputs.console())
+        render(advice, there, sources, _plan_command(context, model, best), inputs.console(), elsewhere)
+
+
+def _usual(costs: Path | None) -> list[str]:
+    # The recommended methods; of a device, those whose costs are stored.
+    stored = None if str(costs) not in measured.devices() else [each.params for each in measured.costs(str(costs))]
+    return [measured.label(each) for each in measured.RECOMMENDED if stored is None or each in stored]
+
+
+def _elsewhere(
+    found: Profile, there: Cluster, codecs: Sequence[Codec], bucket_mb: float
+) -> list[tuple[str, adviser.Verdict]]:
+    # Verdicts on these methods with the stored costs of DEVICE, as far as there are any.
+    asked = [each.params for each in codecs]
+    stored = [each for each in measured.costs(DEVICE) if each.params in asked]
+    methods = [adviser.candidate(measured.label(each.params), each) for each in stored]
+    return [(DEVICE.upper(), verdict) for verdict in adviser.advise(found, there, methods, bucket_mb).verdicts]
 
 
 def advise_stages(
@@ -197,7 +220,7 @@ def _schedule(context: typer.Context, sync_every: int | None, fragments: int, de
     if sync_every is None:
         inputs.alone(context, "synchronous training: without --sync-every", SCHEDULE)
         return None
-    inputs.alone(context, "--sync-every", {"plot_file": "--plot", "stage_bytes": "--stage-bytes"})
+    inputs.alone(context, "--sync-every", {"plot_file": "--plot", "stage_bytes": "--stage-bytes", **GRADIENTS})
     if delay is None:
         delay = 1 if sync_every // fragments > 1 else 0
     try:
@@ -257,15 +280,26 @@ def _plan_command(context: typer.Context, model: str, method: str) -> str:
     return shlex.join([*words, "-o", "plan.json"])
 
 
-def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_command: str, console: Console) -> None:
+KEPT = "that kept the quality of dense gradients"
+
+
+def render(
+    advice: adviser.Advice,
+    there: Cluster,
+    sources: Sequence[str],
+    plan_command: str,
+    console: Console,
+    elsewhere: Sequence[tuple[str, adviser.Verdict]] = (),
+) -> None:
     """Print the comparison, including losing methods, and the advice.
 
-    ``plan_command``: the command that writes the best method's plan.
+    ``plan_command``: the command that writes the best method's plan. ``elsewhere``: verdicts with the
+    costs of other devices, whose names come first.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
     table.add_column("method", overflow="fold")
-    # In 80 columns, method names of up to 27 characters fit.
-    for head in ("step", "speed-up", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
+    # In 80 columns, method names of up to 25 characters fit.
+    for head in ("step,\nms", "speed-\nup", "quality\nkept", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
     rows: list[tuple[float, tuple[str, ...]]] = [
@@ -280,10 +314,11 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_
         way = f"\n  by {verdict.way}" if verdict.way not in USUAL else ""
         row = (
             escape(f"{verdict.label}{way}"),
-            f"{verdict.seconds * 1e3:.1f} ms",
+            _ms(verdict.seconds),
             f"[{colour}]{verdict.speedup:.2f}x[/]",
+            "?" if verdict.quality is None else str(verdict.quality),
             f"{verdict.ratio:.1f}x",
-            f"{verdict.codec_seconds * 1e3:.1f}",
+            _ms(verdict.codec_seconds),
             _rate(verdict.break_even),
             verdict.limit,
         )
@@ -292,16 +327,16 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_
         table.add_row(*cells, style="bold" if cells[0].startswith("dense") else None)
     console.print(table)
     dense, speedup = advice.fastest_dense, advice.dense / min([advice.dense, *advice.dense_ways.values()])
-    if advice.best != "dense":
-        best = advice.verdicts[0]
+    best = advice.chosen
+    if best is not None:
         answer = f"Use {best.label} by {best.way}: {best.speedup:.2f} times as fast as dense gradients"
         planned, exchange = best.way == ways.PLAN, best.exchange
     elif dense == ways.DENSE.name:
-        answer = "Do not compress: no method is faster than dense gradients here"
+        answer = f"Do not compress: no method {KEPT} is faster than dense gradients here"
         planned, exchange = False, ways.exchange(dense, {})
     else:
         answer = (
-            f"Do not compress: no method is faster than dense gradients by {dense.removeprefix('dense, ')}, "
+            f"Do not compress: no method {KEPT} is faster than dense gradients by {dense.removeprefix('dense, ')}, "
             f"{speedup:.2f} times as fast as by one allreduce"
         )
         planned = dense == ways.PLAN
@@ -314,9 +349,20 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_
     behind = (
         hidden.get(needed) or f"Dense messages would be hidden if they were {needed:.1f} times as small, for nothing."
     )
+    notes = []
+    first = next(iter(advice.verdicts), None)
+    if first and first.label == advice.fastest and first is not best:
+        notes.append(
+            f"{first.label} is faster ({first.speedup:.2f} times), but {_unsure(first)}: train with it before you "
+            "use it (grace bench tasks)."
+        )
+    if elsewhere:
+        times = ", ".join(f"{verdict.label} {verdict.speedup:.2f}x" for _, verdict in elsewhere)
+        notes.append(f"With stored compression times of an {elsewhere[0][0]}: {times}.")
     console.print(
         escape(f"{answer}. This holds for compression times {'; and '.join(sources)}."),
         escape(f"{plan_command}: then {exchange}" if planned else str(dict(exchange))),
+        *map(escape, notes),
         behind,
         f"{shared.describe(there)}. Backward pass {advice.backward * 1e3:.1f} ms, {advice.profile}.",
         sep="\n",
@@ -324,8 +370,20 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_
     )
 
 
+def _unsure(verdict: adviser.Verdict) -> str:
+    if verdict.quality is None:
+        return "no training of it is stored"
+    if verdict.quality.lost:
+        return f"it lost quality in {', '.join(verdict.quality.lost)}"
+    return "it was not trained in all tasks"
+
+
 def _dense_row(label: str, seconds: float, advice: adviser.Advice, limit: str = "") -> tuple[str, ...]:
-    return label, f"{seconds * 1e3:.1f} ms", f"{advice.dense / seconds:.2f}x", "1.0x", "", "", limit
+    return label, _ms(seconds), f"{advice.dense / seconds:.2f}x", "", "1.0x", "", "", limit
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
 def _rate(bytes_per_second: float | None) -> str:

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from grace.bench.lab.network import UNSHAPED
+from grace.planner import measured
 
 WIDE = 160  # columns, if the width is unknown
 PLAIN = {"→": "->", "←": "<-", "µ": "u", "×": "x", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "—": "-"}
@@ -142,6 +143,11 @@ def input_file(context: typer.Context, path: Path | None) -> Path | None:
             raise typer.BadParameter(why)
         _note(context, path, reads=True)
     return path
+
+
+def costs_file(context: typer.Context, path: Path | None) -> Path | None:
+    """An option's callback: a file to read, or the name of a device with stored costs."""
+    return path if str(path) in measured.devices() else input_file(context, path)
 
 
 def input_files(context: typer.Context, paths: Any) -> list[Path]:  # under Python 3.10, typer fails on list[Path]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grace.cli.catalog import Entry, classes, guarantee, literal
+from grace.planner.measured import RECOMMENDED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NARROW = 80  # columns
-BEGIN = {"compressor": "eden", "bits": 3, "block_size": 64}
-"""The method with the fastest steps among those that trained nearly as well as dense gradients (docs/choose.md)."""
 
 
 def render(found: dict[str, list[Entry]], console: Console) -> None:
@@ -20,10 +19,12 @@ def render(found: dict[str, list[Entry]], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    first = ", ".join(f'"{key}": {literal(value)}' for key, value in BEGIN.items())
     console.print(
-        Text(f"Begin with {{{first}}}: the fastest steps at a quality close to dense gradients' in trainings."), ""
+        "Recommended: in all tasks they kept the quality of dense gradients. grace advise compares their speed."
     )
+    for params in RECOMMENDED:
+        console.print(Text(f"  {{{', '.join(f'{literal(key)}: {literal(value)}' for key, value in params.items())}}}"))
+    console.print()
     for kind, entries in found.items():
         gap = 2 if console.width > NARROW else 1
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, padding=(0, gap, 0, 0))

@@ -18,7 +18,7 @@ from rich.table import Table
 from grace.bench.plan import parse
 from grace.cli import inputs
 from grace.engine.about import cores
-from grace.planner import models, profile, ways
+from grace.planner import measured, models, profile, ways
 from grace.planner import plan as planner
 from grace.planner.costs import Cluster, Codec, Costs, Link, cluster, codec
 from grace.planner.profile import Profile, read_json
@@ -74,8 +74,9 @@ CostsFile = Annotated[
     typer.Option(
         "--costs",
         metavar="FILE",
-        callback=inputs.input_file,
-        help="Compression costs in JSON; default: measured on this machine.",
+        callback=inputs.costs_file,
+        help=f"Compression costs in JSON, or those stored of a device: {', '.join(measured.devices())}; default: "
+        "measured on this machine.",
     ),
 ]
 SaveCosts = Annotated[
@@ -106,6 +107,12 @@ Backward = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker and step, for assumed times.", min=1)]
+DTYPES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0}
+"""Bytes of an element, by the dtype of gradients."""
+Gradients = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help=f"Dtype of the gradients: {', '.join(DTYPES)}; default: float32."),
+]
 AsJson = inputs.AsJson
 
 LINKS = {
@@ -141,9 +148,23 @@ def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
 
 
 def read_cluster(
-    file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
+    file: Path | None,
+    workers: int,
+    per_node: int,
+    rates: Sequence[float],
+    latencies: Sequence[float],
+    gradients: str | None = None,
 ) -> Cluster:
     """The cluster, from a file or options. ``rates`` (Gbit/s), ``latencies`` (us): between and within machines."""
+    if gradients is not None and gradients not in DTYPES:
+        raise typer.BadParameter(f"--gradients {gradients!r}: choose from {', '.join(DTYPES)}")
+    found = _cluster(file, workers, per_node, rates, latencies)
+    return found if gradients is None else replace(found, element=DTYPES[gradients])
+
+
+def _cluster(
+    file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
+) -> Cluster:
     try:
         if file is not None:
             data = read_json(file)
@@ -165,17 +186,16 @@ def read_codecs(
     """The costs of these methods, by label: from a file if it has them, otherwise measured."""
     try:
         cases = [parse(spec) for spec in specs]
-        data = read_json(costs) if costs is not None else []
-        try:
-            given = [codec(each) for each in (data if isinstance(data, list) else [data])]
-        except ValueError as error:
-            raise ValueError(f"{costs}: {error}") from error
+        given = _given(costs)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
         found = {}
         for case in cases:
             known = next((each for each in given if each.params == case.params), None)
+            if known is None and str(costs) in measured.devices():
+                stored = ", ".join(measured.label(each.params) for each in given)
+                raise ValueError(f"no costs of {case.label} are stored of {costs}, only of {stored}: leave out --costs")
             found[case.label] = _measured(case.label, case.params, backend) if known is None else known
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -187,6 +207,19 @@ def read_codecs(
         label: replace(each.slowed(1 / speed), source=f"{each.source}, divided by {speed:g}")
         for label, each in found.items()
     }
+
+
+def _given(costs: Path | None) -> list[Codec]:
+    # Compression costs from a file or of a device.
+    if costs is None:
+        return []
+    if str(costs) in measured.devices():
+        return measured.costs(str(costs))
+    data = read_json(costs)
+    try:
+        return [codec(each) for each in (data if isinstance(data, list) else [data])]
+    except ValueError as error:
+        raise ValueError(f"{costs}: {error}") from error
 
 
 def _measured(label: str, params: dict[str, Any], backend: str | None) -> Codec:
@@ -234,8 +267,9 @@ def describe(cluster: Cluster) -> str:
         where = (
             f"{cluster.nodes} machines, {cluster.inter.bandwidth * 8e-9:g} Gbit/s, {cluster.inter.latency * 1e6:g} us"
         )
-    measured = "measured" if cluster.source == "measured" else "simulated"
-    return f"{cluster.workers} workers on {where} ({measured})"
+    how = "measured" if cluster.source == "measured" else "simulated"
+    halves = ", gradients of 16 bits" if cluster.element == 2 else ""
+    return f"{cluster.workers} workers on {where} ({how}){halves}"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -256,6 +290,7 @@ def plan(
     backend: Backend = None,
     backward: Backward = None,
     batch: Batch = None,
+    gradients: Gradients = None,
     mode: Annotated[str, typer.Option(help="refined, paper, or (for very few tensors) exact.")] = "refined",
     offload: Annotated[
         int, typer.Option(metavar="THREADS", help="Threads of a CPU pool for compression during training.", min=0)
@@ -290,7 +325,9 @@ def plan(
     found = read_model(model, backward, batch)
     if cluster_file is not None:
         inputs.alone(context, "--cluster", LINKS)
-    there = read_cluster(cluster_file, workers, per_node, (bandwidth, intra_bandwidth), (latency, intra_latency))
+    there = read_cluster(
+        cluster_file, workers, per_node, (bandwidth, intra_bandwidth), (latency, intra_latency), gradients
+    )
     if offload:
         _enough_cores(offload, compress_speed, there.per_node)
     try:
@@ -316,9 +353,14 @@ def plan(
     if as_json:
         search = {"simulations": made.selection.simulations, "seconds": seconds}
         data = made.plan.to_dict()
-        print(json.dumps({**data, "exchange": made.plan.exchange(output or "plan.json"), "search": search}, indent=2))
+        print(json.dumps({**data, "exchange": _exchange(made, output), "search": search}, indent=2))
     else:
         render(made, found, there, seconds, output, inputs.console())
+
+
+def _exchange(made: planner.Planned, output: Path | None) -> dict[str, Any] | None:
+    # Keys of `grace_from_params`; None if they would name a file that was not written.
+    return None if output is None and made.plan.way == ways.PLAN else dict(made.plan.exchange(output or ""))
 
 
 def render(
@@ -350,13 +392,15 @@ def render(
         ways.DENSE.name: f"Do not compress: dense gradients in buckets. Strategies by tensor take {alone}.",
     }
     by = f"The communicator does this in buckets: {result.way}. Strategies by tensor take {alone}."
+    exchange = _exchange(made, output)
+    use = "-o FILE writes this plan, and prints how to use it." if exchange is None else f"Use {exchange}"
     console.print(
         f"{escape(str(label))}: {len(result.compressed)} of {len(result.tensors)} tensors are compressed, on "
         f"{describe(there)}.",
         f"Predicted step {now.step * 1e3:.1f} ms, dense {now.dense * 1e3:.1f} ms: {now.dense / now.step:.2f}x. "
         f"Backward pass {now.backward * 1e3:.1f} ms, not hidden: messages {now.communication * 1e3:.1f} ms, "
         f"compression {now.compression * 1e3:.1f} ms.",
-        escape(f"{how.get(result.way, by)} Use {result.exchange(output or 'plan.json')}"),
+        escape(f"{how.get(result.way, by)} {use}"),
         f"Backward times: {result.profile['source']}. Compression: {result.costs['compressor']}.",
         f"{result.mode} search: {made.selection.simulations} timelines, {seconds['elapsed'] * 1e3:.0f} ms (CPU "
         f"{seconds['cpu'] * 1e3:.0f} ms).",

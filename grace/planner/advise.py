@@ -10,14 +10,14 @@ off if it costs less than the part of the communication that the backward pass d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grace.core import Combine
 from grace.core.registry import triple
+from grace.planner import measured, ways
 from grace.planner import plan as planner
-from grace.planner import ways
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec, Costs
 from grace.planner.profile import Profile
 from grace.planner.search import GAIN
@@ -25,7 +25,6 @@ from grace.planner.ways import BUCKET_MB, Way, buckets
 
 __all__ = [
     "BUCKET_MB",
-    "METHODS",
     "MIN_NUMEL",
     "TERMS",
     "Advice",
@@ -46,17 +45,6 @@ DECADES = 4
 """Search range of the break-even bandwidth: this many powers of ten around the given one, in both directions."""
 TERMS = ("bytes", "latency", "compression", "computation")
 """The parts of a step's cost, one of which limits it most."""
-METHODS = (
-    "fp16",
-    "topk:compress_ratio=0.01",
-    "topk:compress_ratio=0.001",
-    "randomk:compress_ratio=0.01",
-    "efsignsgd:block_size=512",
-    "blockint:bits=8",
-    "qsgd",
-    "powersgd:compress_rank=4",
-)
-"""The default methods to compare."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +84,13 @@ class Verdict:
     """Seconds per step by way, fastest first."""
     exchange: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `grace.grace_from_params` for this way; `grace plan -o plan.json` writes a plan."""
+    quality: measured.Quality | None = None
+    """What stored trainings showed of the method; None: no training of it is stored."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the method kept the quality of dense gradients in the trainings of all tasks."""
+        return self.quality is not None and self.quality.everywhere
 
     @property
     def pays(self) -> bool:
@@ -132,13 +127,29 @@ class Advice:
         return name if self.dense_ways.get(name, self.dense) < self.dense * (1 - GAIN) else ways.DENSE.name
 
     @property
+    def chosen(self) -> Verdict | None:
+        """The fastest method that kept the quality of dense gradients in all tasks; None if it does not beat the
+        fastest way without compression.
+        """
+        return self._paying(verdict for verdict in self.verdicts if verdict.kept)
+
+    @property
     def best(self) -> str:
-        """The label of the best method; "dense" if none beats the fastest way without compression."""
-        if not self.verdicts or not self.verdicts[0].pays:
-            return "dense"
-        first = self.verdicts[0]
+        """The label of the `chosen` method, or "dense"."""
+        return "dense" if self.chosen is None else self.chosen.label
+
+    @property
+    def fastest(self) -> str:
+        """The label of the fastest method, whatever its quality; "dense" if none beats the fastest way without
+        compression.
+        """
+        first = self._paying(iter(self.verdicts))
+        return "dense" if first is None else first.label
+
+    def _paying(self, verdicts: Iterator[Verdict]) -> Verdict | None:
+        first = next(verdicts, None)
         least = self.dense_ways.get(self.fastest_dense, self.dense)
-        return first.label if first.seconds < least * (1 - GAIN) else "dense"
+        return first if first and first.pays and first.seconds < least * (1 - GAIN) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; an infinite break-even bandwidth is "any"."""
@@ -146,7 +157,7 @@ class Advice:
         for verdict in data["verdicts"]:
             if verdict["break_even"] == math.inf:
                 verdict["break_even"] = "any"
-        return {"best": self.best, **data}
+        return {"best": self.best, "fastest": self.fastest, **data}
 
 
 def candidate(label: str, codec: Codec) -> Candidate:
@@ -246,15 +257,18 @@ def _verdict(
         compressed = {tensor.name for tensor in profile.tensors if tensor.size >= MIN_NUMEL}
         exchange = ways.exchange(name, codec.params)
         exchange |= {} if bucket_mb == BUCKET_MB else {"bucket_mb": bucket_mb}
-    sent = sum(codec.wire(t.size) if t.name in compressed else 4.0 * t.size for t in profile.tensors)
+    sent = sum(codec.wire(t.size) if t.name in compressed else cluster.element * t.size for t in profile.tensors)
     limit = _limit(found[name], profile, cluster, codec)
-    ratio = 4.0 * profile.size / sent
+    ratio = cluster.element * profile.size / sent
 
     def pays(there: Cluster) -> bool:
         return found[name](profile, there, codec) < step(profile, there, None, bucket_mb) * (1 - GAIN)
 
     turn = break_even(cluster, pays)
-    return Verdict(method.label, seconds, dense / seconds, ratio, play.codec_seconds, turn, limit, name, each, exchange)
+    quality = measured.quality(codec.params)
+    return Verdict(
+        method.label, seconds, dense / seconds, ratio, play.codec_seconds, turn, limit, name, each, exchange, quality
+    )
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:

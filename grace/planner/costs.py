@@ -90,7 +90,7 @@ class Term(NamedTuple):
         if codec is not None and action.compressed:
             held = sum(self.pieces * codec.wire(self.share * size) for size in sizes) / messages
         else:
-            held = sum(4.0 * self.share * size for size in sizes)
+            held = sum(cluster.element * self.share * size for size in sizes)
         if self.resource == DEVICE:
             return cluster.handling(held, joined)
         return cluster.seconds(action, held, self.sharing, joined)

@@ -125,6 +125,8 @@ class Cluster:
     """The link for collectives among all workers; None: ``inter`` if there are several machines, else ``intra``."""
     message: Rate = NOTHING
     """Time of a collective on the computing thread, which submits it and takes its result."""
+    element: float = 4.0
+    """Bytes of an element of dense messages: 4, or 2 if gradients have 16 bits."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.per_node) < 1:
@@ -197,6 +199,8 @@ class Cluster:
             parts["flat"] = self.flat.to_dict()
         if any(self.message):
             parts["message"] = list(self.message)
+        if self.element != 4:
+            parts["element"] = self.element
         return {"nodes": self.nodes, "workers_per_node": self.per_node, **parts, "source": self.source}
 
 
@@ -206,7 +210,7 @@ def cluster(data: Any) -> Cluster:
         raise ValueError(
             'a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}' + but(data)
         )
-    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "message", "source"}:
+    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "message", "element", "source"}:
         raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
     counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
     if not all(type(count) is int and count >= 1 for count in counts):
@@ -215,9 +219,11 @@ def cluster(data: Any) -> Cluster:
     intra = link(data["intra"], "intra") if "intra" in data else INTRA_LINK
     flat = link(data["flat"], "flat") if "flat" in data else None
     message = _rate(data.get("message", (0.0, 0.0)), "message")
-    return Cluster(
-        nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat, message
-    )
+    element = data.get("element", 4)
+    if element not in (2, 4):
+        raise ValueError(f"element, the bytes of an element of dense messages, is 2 or 4, not {element!r}")
+    source = str(data.get("source", "given"))
+    return Cluster(nodes, per_node, link(data["inter"], "inter"), intra, source, flat, message, float(element))
 
 
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:

@@ -19,6 +19,7 @@ from grace.core.collectives import Gather
 from grace.memories.ef21 import EF21
 from grace.memories.onebit_adam import OneBitAdam
 from grace.memories.residual import Residual
+from grace.ops.validate import fitting, placed
 from grace.testing import (
     check_communicator,
     check_compressor,
@@ -81,7 +82,7 @@ class Plain(Compressor):
         return (x,), state
 
     def decompress(self, payload, ctx):
-        return payload[0]
+        return fitting(ctx.xp, payload[0], "float32", ctx.size, "elements")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class LooksAtRank(Plain):
     """Decodes by its own rank."""
 
     def decompress(self, payload, ctx):
-        return payload[0] + float(ctx.rank)
+        return super().decompress(payload, ctx) + float(ctx.rank)
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,46 @@ class HidesInfinity(Plain):
         return ctx.xp.cast(payload[0], "float32")
 
 
+@dataclass(frozen=True)
+class Largest(Compressor):
+    """Sends the element of largest magnitude.
+
+    Payload: value float32[1]; position int32[1].
+    """
+
+    traits = Traits(family="sparsification")
+
+    def compress(self, x, state, ctx):
+        position = ctx.xp.topk_abs(x, 1)
+        return (ctx.xp.take(x, position), position), state
+
+    def decompress(self, payload, ctx):
+        return ctx.xp.scatter(ctx.xp.zeros(ctx.size), payload[1], payload[0])
+
+
+@dataclass(frozen=True)
+class LargestAnyLength(Largest):
+    """Checks the position alone."""
+
+    def decompress(self, payload, ctx):
+        return ctx.xp.scatter(ctx.xp.zeros(ctx.size), placed(ctx.xp, payload[1], ctx.size)[:1], payload[0][:1])
+
+
+@dataclass(frozen=True)
+class LargestFinite(Largest):
+    """Hides NaN."""
+
+    def decompress(self, payload, ctx):
+        xp = ctx.xp
+        value = fitting(xp, payload[0], "float32", 1, "value")
+        position = placed(xp, fitting(xp, payload[1], "int32", 1, "position"), ctx.size)
+        return xp.scatter(xp.zeros(ctx.size), position, xp.where(xp.isfinite(value), value, 0.0))
+
+
 BROKEN = [
+    (Largest, "damaged_payloads_are_refused"),
+    (LargestAnyLength, "damaged_payloads_are_refused"),
+    (LargestFinite, "damaged_payloads_are_refused"),
     (HidesInfinity, "marks_show_what_is_not_finite"),
     (NotFrozenValues, "declarations_make_sense"),
     (WrongDtype, "payloads_can_travel"),
@@ -335,8 +375,32 @@ def test_what_is_sound_passes(name):
 
 
 def test_the_law_the_toolkit_and_the_finding_are_named():
-    with pytest.raises(AssertionError, match=r"LooksAtRank breaks the law 'any_worker_\w+' on numpy: shape"):
+    with pytest.raises(
+        AssertionError, match=r"LooksAtRank breaks the law 'any_worker_\w+' on numpy, shape \(1,\): shape"
+    ):
         check_compressor(LooksAtRank(), backends=["numpy"])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_decoder_that_takes_position_minus_one_breaks_a_law(name):
+    backend(name)
+    found = "-1 in array 1 of 2, int32|raises .*grace.ops.validate|is decoded with"
+    with pytest.raises(
+        AssertionError, match=rf"'damaged_payloads_are_refused' on {name}, shape \(1000,\): .*({found})"
+    ):
+        check_compressor(Largest(), backends=[name])
+
+
+def test_an_error_inside_a_law_names_the_law_too():
+    @dataclass(frozen=True)
+    class Fails(Plain):
+        """Looks for what is not there."""
+
+        def decompress(self, payload, ctx):
+            raise KeyError("scale")
+
+    with pytest.raises(AssertionError, match=r"breaks the law '\w+' on numpy, shape \(\d+,\): KeyError: 'scale'"):
+        check_compressor(Fails(), backends=["numpy"])
 
 
 @dataclass(frozen=True)
@@ -357,7 +421,7 @@ class Leaky(Memory):
 
 def test_a_memory_that_forgets_is_caught():
     check_memory(Residual(), backends=["numpy"])
-    with pytest.raises(AssertionError, match="Leaky breaks the law 'steady_gradients_come_through' on numpy"):
+    with pytest.raises(AssertionError, match="Leaky with topk breaks the law 'steady_gradients_come_through' on numpy"):
         check_memory(Leaky(), TopK(compress_ratio=0.05), backends=["numpy"])
 
 

@@ -20,6 +20,7 @@ from grace.backends import get_backend, toolkits
 from grace.core import Compressor, Memory, name_of
 from grace.core.communicator import Communicator
 from grace.testing import communicators, compressors, memories
+from grace.testing.cases import SHAPE
 
 __all__ = [
     "Check",
@@ -69,9 +70,9 @@ def check_compressor(compressor: Compressor, backends: Sequence[str] | None = No
     """Check a compressor against all laws: declarations, payloads, streams, bounds, exchanges, graphs, checkpoints.
 
     ``backends``: "numpy", "torch", "tensorflow"; None: the installed ones. Raises AssertionError, naming the law, the
-    toolkit and the result, for the first violation.
+    toolkit, the shape and the result, for the first violation.
     """
-    _run(name_of(compressor), compressor_laws(compressor, backends))
+    _run(compressor_laws(compressor, backends))
 
 
 def check_memory(memory: Memory, compressor: Compressor | None = None, backends: Sequence[str] | None = None) -> None:
@@ -83,7 +84,7 @@ def check_memory(memory: Memory, compressor: Compressor | None = None, backends:
         from grace.compressors.topk import TopK
 
         compressor = TopK(compress_ratio=0.1)
-    _run(name_of(memory), memory_laws(memory, compressor, backends))
+    _run(memory_laws(memory, compressor, backends))
 
 
 def check_communicator(
@@ -102,9 +103,7 @@ def check_communicator(
     from grace.testing.cases import accepted
 
     for compressor in accepted(communicator) if compressors is None else compressors:
-        _run(
-            f"{name_of(communicator)} with {name_of(compressor)}", communicator_laws(communicator, compressor, backends)
-        )
+        _run(communicator_laws(communicator, compressor, backends))
 
 
 def _checks(laws: dict[str, Callable[..., None]], subject: Any, backends: Sequence[str] | None) -> Iterator[Check]:
@@ -119,12 +118,16 @@ def _checks(laws: dict[str, Callable[..., None]], subject: Any, backends: Sequen
 
 def _hold(law: Callable[..., None], subject: Any, backend: str) -> None:
     parts = subject if isinstance(subject, tuple) else (subject,)
-    law(*parts, get_backend(backend))
+    SHAPE.set(None)
+    try:
+        law(*parts, get_backend(backend))
+    except Exception as error:
+        shape = "" if SHAPE.get() is None else f", shape {SHAPE.get()}"
+        found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        who = " with ".join(map(name_of, parts))
+        raise AssertionError(f"{who} breaks the law {law.__name__!r} on {backend}{shape}: {found}") from error
 
 
-def _run(name: str, checks: Iterator[Check]) -> None:
+def _run(checks: Iterator[Check]) -> None:
     for check in checks:
-        try:
-            check.run()
-        except AssertionError as error:
-            raise AssertionError(f"{name} breaks the law {check.law!r} on {check.backend}: {error}") from error
+        check.run()

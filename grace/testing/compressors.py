@@ -108,6 +108,62 @@ def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
 
 
 @LAWS.add
+def damaged_payloads_are_refused(compressor: Compressor, xp: Any) -> None:
+    """``decompress`` raises ValueError for arrays of a wrong length and for positions outside of the tensor.
+
+    A length may vary if ``variable_length`` is set. Integers that are no positions may have any value. NaN in a float
+    array is refused, or shows in the result. On devices only lengths are checked (`grace.ops.validate`). Methods that
+    agree on a payload decode what they have made themselves.
+    """
+    if compressor.traits.combine is Combine.AGREED:
+        return
+    shape = shape_of(compressor, 1000)
+    ctx, n = context(xp, shape), math.prod(shape)
+    payload = host(xp, send(compressor, xp, spread(*shape), ctx)[0])
+
+    def decoded(number: int, array: Any) -> Any:
+        # The result for a payload with another array; None if it is refused.
+        sent = [xp.asarray(array if i == number else each, str(each.dtype)) for i, each in enumerate(payload)]
+        try:
+            with xp.quiet():
+                return receive(compressor, xp, tuple(sent), ctx)
+        except ValueError:
+            return None
+        except AssertionError as error:
+            raise AssertionError(f"array {number} of {len(payload)} is damaged, and {error}") from error
+        except Exception as error:
+            raise AssertionError(
+                f"array {number} of {len(payload)} is damaged, and decompress raises {error!r}: check lengths and "
+                "positions with grace.ops.validate, which raises ValueError"
+            ) from error
+
+    for number, array in enumerate(payload):
+        what = f"array {number} of {len(payload)}, {array.dtype}{list(array.shape)}"
+        for length in {len(array) - 1, len(array) + 1} - {-1}:
+            found = decoded(number, np.resize(array, (length, *array.shape[1:])))
+            assert found is None or compressor.traits.variable_length, f"{what} is decoded with {length} rows"
+        if array.size == 0 or not xp.on_host:
+            continue
+        if array.dtype.kind == "f":
+            for place in (0, -1):
+                damaged = array.copy()
+                damaged.reshape(-1)[place] = np.nan
+                found = decoded(number, damaged)
+                assert found is None or not np.isfinite(found).all(), f"NaN in {what} vanishes"
+        elif array.dtype.itemsize >= 4:
+            for place in (0, -1):
+                results = {}
+                for value in (-1, n - 1, n, -n - 1, 2**31 - 1):
+                    damaged = array.copy()
+                    damaged.reshape(-1)[place] = value
+                    results[value] = decoded(number, damaged)
+                one, two = results[-1], results[n - 1]
+                assert one is None or two is None or not np.isfinite(one).all() or not same([one], [two]), (
+                    f"-1 in {what} is decoded as position {n - 1}: check positions with grace.ops.validate.placed"
+                )
+
+
+@LAWS.add
 def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
     """``decompress`` depends only on the payload and on data that all workers know."""
     for shape in shapes(compressor):

@@ -10,6 +10,7 @@ from torch.nn import Flatten, Linear, ReLU, Sequential, functional
 from grace.simulate import step, workers
 
 SIZE, EPOCHS, BATCH, LR, FOLDER = 4, 10, 32, 0.3, Path(*sys.argv[1:])
+FOLDER.mkdir(parents=True, exist_ok=True)
 shards = [[torch.from_numpy(array) for array in digits.load(rank, SIZE)] for rank in range(SIZE)]
 print(f"{'method':<14}{'test accuracy':>14}{'bytes a step':>14}{'ratio':>8}")
 for method in ("none", "topk", "qsgd", "efsignsgd", "powersgd", "blockint"):

@@ -88,11 +88,12 @@ def test_a_pipeline_over_torch_distributed(tmp_path):
 def test_six_methods_in_one_process(tmp_path):
     script = EXAMPLES / "compare_methods.py"
     assert len(script.read_text().splitlines()) <= 30
-    printed = run(sys.executable, script, tmp_path, log=tmp_path / "log")
+    folder = tmp_path / "new" / "records"
+    printed = run(sys.executable, script, folder, log=tmp_path / "log")
     rows = re.findall(r"^(\w+) +([\d.]+)% +([\d,]+) +([\d.]+)$", printed, re.MULTILINE)
     assert len(rows) == 6
     for method, accuracy, sent, ratio in rows:
-        record = read(tmp_path / f"{method}.jsonl")
+        record = read(folder / f"{method}.jsonl")
         assert float(accuracy) > 70, method
         assert record.metrics[-1].values["accuracy"] == pytest.approx(float(accuracy) / 100, abs=6e-4)
         assert int(sent.replace(",", "")) == pytest.approx(record.total("bytes_sent") / record.total("steps"), abs=1)

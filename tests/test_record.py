@@ -753,6 +753,19 @@ def test_runs_without_metrics_say_how_to_record_them(runs, tmp_path):
         assert "grc.record(loss=..., accuracy=...)" in " ".join(text.split())
 
 
+def test_each_of_many_runs_has_its_own_colour(runs, tmp_path):
+    many = []
+    for number in range(14):
+        many.append(tmp_path / f"run{number}.jsonl")
+        many[-1].write_bytes(runs[0].read_bytes())
+    page = tmp_path / "page.html"
+    assert invoke(*many, "--html", page).exit_code == 0
+    figure = page.read_text().partition("loss over step</figcaption>")[2].partition("</figure>")[0]
+    drawn = re.findall(r'stroke="([^"]+)" stroke-width="2"', figure)
+    assert len(set(drawn)) == len(drawn) == 14
+    assert re.findall(r'background:([^"]+)"', figure) == drawn
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_csv_and_json_have_the_history(runs, count):
     table = list(csv.DictReader(invoke(*runs[:count], "--csv").stdout.splitlines()))

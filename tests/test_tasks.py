@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
+from io import BytesIO, StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
+from rich.console import Console
 from support.schemas import problems, schema
 from typer.testing import CliRunner
 
@@ -559,6 +561,31 @@ def test_auto_has_a_line_for_each_bandwidth(rows):
     assert "trials included" not in show.markdown(rows)
     assert {row["bandwidth"] for row in results.results(found) if row["method"] == "auto"} == {"100mbit", "1gbit"}
     assert set(show.plots([*rows, *more])) == {"throughput", "volume", "time"}
+
+
+def test_plots_of_one_task_are_not_cut(rows):
+    image = pytest.importorskip("matplotlib.image")
+    one = [row for row in rows if (row.get("task", "image"), row.get("toolkit", "torch")) == ("image", "torch")]
+    for name in ("eden:bits=3,block_size=64", "powersgd:compress_rank=16", "topk:compress_ratio=0.001,memory=none"):
+        one += [{**row, "method": name} for row in one if row.get("method") == "topk"]
+    for name, file in show.plots(one).items():
+        drawn = image.imread(BytesIO(file))[..., :3]
+        edges = [drawn[:3], drawn[-3:], drawn[:, :3], drawn[:, -3:]]
+        assert all((edge == 1).all() for edge in edges), f"{name}: something is drawn up to the edge"
+        assert 0.4 < drawn.shape[0] / drawn.shape[1] < 2.5, f"{name}: {drawn.shape}"
+
+
+def test_tables_are_not_broken_in_80_columns(rows):
+    console = Console(file=StringIO(), width=80)
+    show.render(rows, console)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for group in figures.grouped(show.lines(rows)):
+        _, body = show.table(group)
+        for cells in body:
+            (*parts,) = (line.split() for line in text.splitlines() if line.split()[:1] == cells[:1])
+            shown = [word for part in parts for word in part]
+            assert all(word in shown for cell in cells for word in cell.split()), cells
 
 
 def test_predictions_are_compared_with_measurements(rows):

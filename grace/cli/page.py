@@ -113,7 +113,9 @@ def _quality(runs: Mapping[str, Run], metric: str) -> str:
             pairs = [(each[axis], each[metric]) for each in measures if axis != "bytes_sent" or each[axis]]
             series.append((name, [(math.log10(x) if axis == "bytes_sent" else x, y) for x, y in pairs]))
         series = [(name, pairs) for name, pairs in series if pairs]
-        colours = (*COLOURS[:3], *COLOURS[4:]) * -(-len(series) // (len(COLOURS) - 1))
+        # further runs get hues a golden angle apart
+        more = (f"hsl({137.5 * number % 360:.0f} 60% 40%)" for number in range(len(series)))
+        colours = (*COLOURS[:3], *COLOURS[4:], *more)
         found += _figure(f"{metric} over {along}", series, _number, colours=colours, along=along, mark=mark)
     return found
 

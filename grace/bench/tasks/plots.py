@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grace.bench.tasks.figures import GROUP, NAMES, grouped, lines, order, rate
 from grace.bench.tasks.plan import AS_IS, LOOPBACK
 from grace.bench.tasks.run import Row
 from grace.bench.tasks.tasks import task_of
 
-if TYPE_CHECKING:
-    pass
+LEGEND, LETTERS = 1.7, 14
+"""Inches of a method in a legend, and letters of a title in an inch."""
 
 
 def plots(rows: Sequence[Row]) -> dict[str, bytes]:
@@ -54,11 +55,15 @@ def _panels(found: Sequence[Row]) -> tuple[Any, list[tuple[Any, list[Row]]], dic
 
 
 def _finished(figure: Any, handles: Sequence[Any], above: str) -> Any:
-    rows = -(-len(handles) // 5)
+    width, height = figure.get_size_inches()
+    columns = min(5, max(1, int(width / LEGEND)))
+    rows = -(-len(handles) // columns)
+    heads = textwrap.wrap(above, int(width * LETTERS))
+    figure.suptitle("\n".join(heads), fontsize=9, y=1 - 0.08 / height)
+    figure.legend(handles=handles, loc="lower center", ncols=columns, fontsize=7, frameon=False)
+    figure.set_size_inches(width, height + 0.2 * (rows - 1) + 0.15 * (len(heads) - 1))
     height = figure.get_size_inches()[1]
-    figure.suptitle(above, fontsize=9, y=1 - 0.08 / height)
-    figure.legend(handles=handles, loc="lower center", ncols=5, fontsize=7, frameon=False)
-    figure.tight_layout(rect=(0, (0.1 + 0.2 * rows) / height, 1, 1 - 0.2 / height))
+    figure.tight_layout(rect=(0, (0.1 + 0.2 * rows) / height, 1, 1 - (0.05 + 0.15 * len(heads)) / height))
     return figure
 
 
@@ -141,6 +146,6 @@ def _png(figure: Any) -> bytes:
     from matplotlib import pyplot
 
     made = BytesIO()
-    figure.savefig(made, format="png", dpi=90)
+    figure.savefig(made, format="png", dpi=90, bbox_inches="tight", pad_inches=0.05)
     pyplot.close(figure)
     return made.getvalue()

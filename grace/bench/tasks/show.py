@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,15 +150,16 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
     def shown(name: str, heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
         console.print(escape(name), style="italic")
-        made = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
-        for head in heads:
-            if head == "method":
-                made.add_column(head, no_wrap=True)
-            else:
-                made.add_column(escape(head), justify="right", overflow="fold")
-        for cells in body:
-            made.add_row(*map(escape, cells))
-        console.print(made, "")
+        gap = 2 if console.width > 80 else 1
+        widths = _widths(heads, body)
+        for part in _parts(heads, [width + gap for width in widths], console.width + gap):
+            made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+            for column in part:
+                wide = widths[column]
+                made.add_column(escape(heads[column]), justify="right" if column else "left", width=wide)
+            for cells in body:
+                made.add_row(*(escape(cells[column]) for column in part))
+            console.print(made, "")
 
     for group in grouped(found):
         shown(caption(group), *table(group))
@@ -171,6 +173,26 @@ def render(rows: Sequence[Row], console: Console) -> None:
         console.print(escape(f"Chosen: {text}"))
     for text in notes(rows, found):
         console.print(escape(text))
+
+
+def _widths(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[int]:
+    # The least width of each column that breaks no cell and no word.
+    return [max(map(len, [*head.split(), *(cells[i] for cells in body)])) for i, head in enumerate(heads)]
+
+
+def _parts(heads: Sequence[str], widths: Sequence[int], most: int) -> list[list[int]]:
+    # The columns of each table: as many as fit, the methods always first, and those of a bandwidth together.
+    starts = [1, *(i for i, head in enumerate(heads) if ": " in head), len(heads)]
+    parts: list[list[int]] = []
+    for start, stop in pairwise(starts):
+        group = range(start, stop)
+        if not parts or sum(widths[i] for i in (*parts[-1], *group)) > most:
+            parts.append([0])
+        for column in group:
+            if len(parts[-1]) > 1 and sum(widths[i] for i in (*parts[-1], column)) > most:
+                parts.append([0])
+            parts[-1].append(column)
+    return parts
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from launch import error_of, leave_gloo, save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.distributed.tensor import DTensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -196,7 +197,8 @@ def sharded(name, params=None, resume=None, version=2, **changed):
     trainer.is_fsdp_enabled = True
     grc = None if params is None else grace.torch.trainer(trainer, params)
     trainer.train(resume_from_checkpoint=resume)
-    return {name: p.full_tensor().detach() for name, p in trainer.model.named_parameters()}, grc
+    named = trainer.model.named_parameters()  # some are whole after the evaluation
+    return {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}, grc
 
 
 found["fsdp1"] = error_of(sharded, "fsdp1", TOPK, version=1)

@@ -62,8 +62,8 @@ class Exchange:
         if isinstance(params, Mapping):
             if "local" in params:
                 raise ValueError(
-                    "local training steps a plain model, but this one is prepared for FSDP2 or DistributedDataParallel: "
-                    "call grace.torch.local with the optimizer of a plain model"
+                    "local training steps a plain model, but this one is prepared for FSDP2 or "
+                    "DistributedDataParallel: call grace.torch.local with the optimizer of a plain model"
                 )
             params = dict(params)
             if sharded:

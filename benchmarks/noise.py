@@ -2,7 +2,7 @@
 
 python -m benchmarks.noise --toolkit keras --workers 4 --seeds 3 'lstm:dense;blockint:bits=8;powersgd:compress_rank=16'
 python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;topk' --seeds 2 -o out/noise.jsonl
-python -m benchmarks.noise --show benchmarks/results/noise.jsonl    # the table of docs/guide.md
+python -m benchmarks.noise --show benchmarks/results/noise.jsonl    # the table of docs/noise.md
 
 Trains quick tasks of `grace bench tasks` with PyTorch or Keras, all workers in this process; times are not measured.
 For each method it reports the noise ratio over the first steps and over all steps, the final quality, the step at which

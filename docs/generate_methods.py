@@ -189,7 +189,7 @@ A memory holds error feedback, momentum or other state beside a compressor. By d
 COMMUNICATOR = f"""{WRITTEN}# Communicators
 
 A communicator averages a gradient over all workers. By default, [`auto`](#auto)
-[chooses it](guide.md#which-communicator) from the method and the workers.
+[chooses it](settings.md#which-communicator) from the method and the workers.
 
 The table shows the bits per element that one worker hands to the communication library and gets back (`efsignsgd` with
 `block_size=512`). The traffic on links depends on that library: a ring allreduce sends and receives 2(N−1)/N times the
@@ -305,7 +305,7 @@ def traits(name: str) -> list[str]:
         ),
         (
             "measured",
-            "[kernels](../benchmarks.md#all-methods), [network lab](../benchmarks.md#every-method)",
+            "[kernels](../benchmarks-methods.md#kernels), [network lab](../benchmarks-methods.md#network-lab)",
         ),
     ]
     lines = [f"| {key} | {value} |" for key, value in rows if value]

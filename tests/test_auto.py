@@ -599,12 +599,12 @@ def test_nothing_is_lost_where_levels_follow_in_any_order(again):
 
 
 # -- what it was measured by -------------------------------------------------------------------------------------------
-def test_the_guide_has_what_was_measured():
+def test_the_page_on_noise_has_what_was_measured():
     pytest.importorskip("torch")
     from benchmarks.noise import stored, table
 
     rows = stored(ROOT / "benchmarks" / "results" / "noise.jsonl")
-    assert table(rows) in (ROOT / "docs" / "guide.md").read_text()
+    assert table(rows) in (ROOT / "docs" / "noise.md").read_text()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ CANDIDATES = (
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
-"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks.md and docs/guide.md."""
+"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks-tasks.md and docs/noise.md."""
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},
     {"compressor": "eden", "bits": 1, "block_size": 64},
@@ -37,7 +37,7 @@ EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have, by effort.
 
 In five short trainings eden of 2 bits, with ratios of 0.12 to 0.21, ended up to 4.7 % below the quality of dense
-gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/guide.md).
+gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/noise.md).
 """
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
@@ -45,12 +45,12 @@ FACTOR = 0.5
 With the best learning rate the progress of a step is proportional to |G|² / (|G|² + the noise in the mean), G being the
 gradient of the whole data (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
 section 2.2). The squared mean gradient is that denominator, so noise of r times its size divides progress by 1 + r: a
-factor of 1. Measured factors are 0 to 1.7 (docs/guide.md, `python -m benchmarks.noise`).
+factor of 1. Measured factors are 0 to 1.7 (docs/noise.md, `python -m benchmarks.noise`).
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
 
-It roughly fits short trainings of the same Transformer (docs/guide.md, `python -m benchmarks.noise`): powersgd of rank
+It roughly fits short trainings of the same Transformer (docs/noise.md, `python -m benchmarks.noise`): powersgd of rank
 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 times as
 many steps as dense gradients.
 """

@@ -1,7 +1,7 @@
 """Quality after training with compression between pipeline stages: scikit-learn's digits, and a small language model.
 
 python -m benchmarks.stages -o out/stages.jsonl                       # five seeds; about six minutes on one core
-python -m benchmarks.stages --show benchmarks/results/stages.jsonl    # the table of docs/stages.md
+python -m benchmarks.stages --show benchmarks/results/stages.jsonl    # the table of docs/stages-measured.md
 
 Two `grace.torch.Boundary` cut each model into three stages. Each row has the quality of a trained model on held-out
 data, evaluated with and without compression between its stages. Digits: a network of two hidden layers, accuracy in

@@ -1,4 +1,4 @@
-"""Write the tables of docs/choose.md: python docs/generate_choose.py; --check compares.
+"""Write the tables of docs/choose.md and docs/benchmarks-tasks.md: python docs/generate_choose.py; --check compares.
 
 benchmarks/results/tasks-*.json and *-workers.json: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
@@ -27,8 +27,10 @@ from generate_tables import filled, shown
 
 ROOT = Path(__file__).parents[1]
 PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
+TASKS = ROOT / "docs" / "benchmarks-tasks.md"
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
+ALL = "[commands, and each training](benchmarks-tasks.md#measured)."
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
@@ -185,9 +187,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     parts = [about, _table(heads, body)]
     for some, each in ((main, found), (rest, elsewhere)):
         parts += _losses(some, each) + times(some) if some else []
-    for run in runs:
-        command, semicolon, rest = run["command"].partition(";")
-        parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}: `{command}`{semicolon}{rest}")
+    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: {ALL}" for run in runs]
     return "\n\n".join(parts) + "\n"
 
 
@@ -235,6 +235,33 @@ def _table(heads: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body])
 
 
+def _command(told: str) -> str:
+    # The command as code; what is said after it as prose.
+    command, semicolon, rest = told.partition(";")
+    return f"`{command}`{semicolon}{rest}{'' if rest.endswith('.') or not rest else '.'}"
+
+
+def by_task(runs: list[dict[str, Any]]) -> str:
+    """By toolkit, workers and rate: how many times sooner than dense in each task; "never" where it was not."""
+    rows, parts = [row for run in runs for row in run["results"]], []
+    dense = {_cell(row): row for row in rows if row["method"] == "dense"}
+    settings = dict.fromkeys((row["toolkit"], row["workers"], row["bandwidth"]) for row in rows)
+    for setting in sorted(settings, key=lambda each: (each[0] != "torch", each[1], bits_per_second(each[2]))):
+        mine = [row for row in rows if (row["toolkit"], row["workers"], row["bandwidth"]) == setting]
+        names = list(dict.fromkeys(row["task"] for row in mine))
+        body: dict[str, dict[str, str]] = {}
+        for row in mine:
+            base, own = dense[_cell(row)]["seconds_to_relative"], row["seconds_to_relative"]
+            if row["method"] != "dense":
+                body.setdefault(row["method"], {})[row["task"]] = "never" if own is None else f"{base / own:.2f}"
+        toolkit, workers, bandwidth = setting
+        parts.append(f"**{NAMES[toolkit]}, {workers} workers, {bandwidth}**")
+        lines = [[f"`{method}`", *(cells.get(name, "") for name in names)] for method, cells in body.items()]
+        parts.append(_table(["method", *names], lines))
+    parts += [f"Measured {run['date']} by {_command(run['command'])}" for run in runs]
+    return "\n\n".join(parts) + "\n"
+
+
 def page(before: str, made: str) -> str:
     """The page with this content in its generated section, and tables of commands; ValueError if it has no section."""
     if len(re.findall(f"<!-- {SECTION} -->", before)) != 1:
@@ -243,9 +270,11 @@ def page(before: str, made: str) -> str:
 
 
 if __name__ == "__main__":
-    before = PAGE.read_text()
-    after = page(before, text(load()))
-    if "--check" not in sys.argv:
-        PAGE.write_text(after)
-    elif before != after:
-        sys.exit("docs/choose.md is out of date: run python docs/generate_choose.py")
+    runs = load()
+    for file, made in ((PAGE, text(runs)), (TASKS, by_task(runs))):
+        before = file.read_text()
+        after = page(before, made)
+        if "--check" not in sys.argv:
+            file.write_text(after)
+        elif before != after:
+            sys.exit(f"{file.relative_to(ROOT)} is out of date: run python docs/generate_choose.py")

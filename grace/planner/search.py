@@ -3,7 +3,7 @@
 Three modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
 section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several starting points, swaps of two
 tensors' strategies, and passes after random changes of a few strategies. "exact": all combinations, for few tensors.
-docs/planner.md shows how far the first two are from the optimum.
+docs/planner-model.md shows how far the first two are from the optimum.
 """
 
 from __future__ import annotations

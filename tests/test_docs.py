@@ -31,6 +31,40 @@ GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
 MEASURED = [sys.executable, str(ROOT / "docs" / "generate_measured.py")]
 CHOICE = [sys.executable, str(ROOT / "docs" / "generate_choose.py")]
 TOOLKITS = ("horovod", "keras", "ray", "tensorflow", "torch")
+TO_COPY = ("README", "quick-start", "save-and-resume")
+"""Pages whose scripts readers take as they are: each compresses to less than half."""
+PLAN = {
+    "README": 500,
+    "quick-start": 600,
+    "choose": 700,
+    "two-machines": 700,
+    "clusters": 900,
+    "gpus": 500,
+    "save-and-resume": 450,
+    "report": 900,
+    "troubleshooting": 1300,
+    "pytorch": 1200,
+    "keras": 1200,
+    "fsdp2": 1200,
+    "settings": 1200,
+    "auto": 500,
+    "write-a-method": 1300,
+    "compare": 900,
+    "local": 1200,
+    "stages": 1200,
+    "planner": 1200,
+    "accordion": 1200,
+    "sidco": 1200,
+    "pufferfish": 1200,
+    "gossip": 800,
+    "benchmarks": 600,
+    "benchmarks-tasks": 1500,
+    "benchmarks-kernels": 1500,
+    "benchmarks-gpu": 1500,
+    "benchmarks-lab": 1500,
+    "reliability": 1500,
+}
+"""The largest number of words of a page, without its blocks of code."""
 
 
 def scripts():
@@ -38,6 +72,8 @@ def scripts():
     for page in (page for page in PAGES if page not in GENERATED):
         for number, part in enumerate(page.read_text().split("<!-- fresh -->")):
             code = "\n".join(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE))
+            if page.stem in TO_COPY and "grc = " in code:
+                code += "\nassert grc.report().ratio > 2, grc.report()\n"
             if code:
                 yield pytest.param(code, id=f"{page.stem}-{number}")
 
@@ -63,18 +99,15 @@ def test_code_runs(code, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "block, how, toolkit", [(0, "torchrun", "torch"), (1, "horovodrun", "keras"), (2, "horovodrun", "torch")]
-)
-def test_the_scripts_of_the_readme_run_on_two_workers_and_one_of_them_speaks(block, how, toolkit, tmp_path):
-    pytest.importorskip(toolkit)
+def test_the_script_of_the_readme_compresses_on_two_workers_and_one_of_them_speaks(tmp_path):
+    pytest.importorskip("torch")
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(code.splitlines()) <= 15
     script = tmp_path / "train.py"
-    script.write_text(
-        re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[block]
-    )
-    printed = run(*launcher(how, 2), script, log=tmp_path / "log")
-    spoken = {0: r"worker \d of 2 \| 10 steps", 1: r"8/8 - .* - loss: ", 2: r"worker \d of 2 \| 1 steps"}[block]
-    assert len(re.findall(spoken, printed)) == 1, printed
+    script.write_text(code)
+    printed = run(*launcher("torchrun", 2), script, log=tmp_path / "log")
+    (ratio,) = re.findall(r"worker \d of 2 \| 10 steps \| .* \| ratio ([\d.]+)", printed)
+    assert float(ratio) > 2
 
 
 def test_code_fits_a_narrow_window():
@@ -104,8 +137,16 @@ def test_the_site_has_tabs_and_highlights_what_a_script_has_because_of_grace():
     assert all(text.count("    ```python") == 1 for _, text in tabs)
 
 
-def test_the_readme_is_read_in_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def words(text):
+    """How many words a page has, in prose and tables, without code and comments."""
+    plain = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(bool(re.search(r"\w", word)) for word in plain.split())
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_a_page_is_as_short_as_planned(name):
+    (page,) = (page for page in PAGES if page.stem == name)
+    assert words(page.read_text()) <= PLAN[name]
 
 
 def anchors(text):
@@ -185,17 +226,19 @@ def test_dictionaries_of_the_pages_of_methods_are_taken():
     assert shown == sum(map(len, (compressors, memories, communicators)))
 
 
-def test_the_readme_names_every_method():
-    text = (ROOT / "README.md").read_text()
-    classes = dict(re.findall(r"^\| (\w[\w ]+) \| (`[^|]+`) \|$", text, re.MULTILINE))
-    found = {family: re.findall(r"`(\w+)`", names) for family, names in classes.items()}
-    families = sorted({cls().traits.family for cls in compressors.values()})
-    assert found == {
-        family: [n for n in compressors if compressors[n]().traits.family == family] for family in families
+def test_the_speeds_in_the_readme_are_those_of_the_choice():
+    table = r"^\| `([\w:=,]+)` \| ([\d.]+) \| ([\d.]+) \|$"
+    measured = re.findall(table, (ROOT / "docs" / "choose.md").read_text(), re.MULTILINE)
+    wanted = {
+        json.dumps(
+            plan.Job("image", "torch", 2, method, ()).params if ":" in method else {"compressor": method}
+        ): speeds
+        for method, *speeds in measured
+        if method != "dense"
     }
-    for kind, registry in (("Memories", memories), ("Communicators", communicators)):
-        (line,) = re.findall(rf"^- {kind}: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
-        assert re.findall(r"`(\w+)`", line) == list(registry)
+    found = re.findall(r"^\| `(\{.*?\})`.* \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(found) == 4
+    assert {name: speeds for name, *speeds in found} == wanted
 
 
 def public(path):

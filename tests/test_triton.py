@@ -51,9 +51,15 @@ def test_interpreted(part, least):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part, least", [("encodes_and", 30), ("bits_of", 20), ("not encodes_and and not bits_of", 20)])
+def test_groups_interpreted(part, least):
+    assert passing("triton_groups.py", "-k", part, TRITON_INTERPRET="1") >= least
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiled(architecture, tmp_path):
-    assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 15
+    assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 25
 
 
 def kernels_on(device, before="", **environment):

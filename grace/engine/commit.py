@@ -41,7 +41,10 @@ class Commit:
         dense = iter(self._results.pop(DENSE, ()))
         means: dict[str, Array | None] = {}
         for each in self._flight.layout.groups:
-            means |= self._hosted_means(each) if each.hosted else self._group_means(each)
+            if each.hosted:
+                means |= self._hosted_means(each)
+            else:
+                means |= self._device_means(each) if each.group.on_device else self._group_means(each)
         for whole in self._flight.layout.joined:
             means |= self._joined_means(whole)
         for unit in self._flight.layout.rest:
@@ -132,6 +135,30 @@ class Commit:
         for number, unit in enumerate(units):
             x = setup.xp.reshape(vectors[number], (-1,))
             means |= self._by_tensor(unit, self._zeroed(unit, x, None if finite is None else finite[number]))
+        return means
+
+    def _device_means(self, grouped: Grouped) -> dict[str, Array | None]:
+        # `_group_means` where only the device knows which means are finite.
+        setup, group, units = self._setup, grouped.group, grouped.units
+        xp, poison, landed = setup.xp, setup.options.nonfinite == "poison", self._results.pop(grouped.name)
+        finite = group.finite(landed) if self._judged(units[0]) else None
+        if finite is not None and xp.can_read_values:
+            self.skipped += len(units) - int(xp.sum(finite))
+        if finite is not None and (not poison or setup.store.carries):
+            self._look_at_each(units, finite != 0)
+        kept = finite
+        if self._holders:
+            held = xp.asarray([int(not self._absent(unit)) for unit in units], "int32")
+            kept = held if finite is None else held * finite
+        vectors = [self._flat[unit] for unit in units]
+        group.finish(landed, grouped.places(self._flat), kept)
+        self._count(grouped.counts)
+        if grouped.names and (finite is None or poison) and not self._holders:
+            return self._shaped(grouped.names, vectors, [unit.shape for unit in units])
+        means: dict[str, Array | None] = {}
+        for number, unit in enumerate(units):
+            x = xp.reshape(vectors[number], (-1,))
+            means |= self._by_tensor(unit, self._zeroed(unit, x, None if finite is None else finite[number] != 0))
         return means
 
     def _joined_means(self, joined: Joined) -> dict[str, Array | None]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grace.engine.groups.rows import RowTable
 
 IN_ROWS = ("memory/residual", "compressor/q")
-"""Endings of the keys of arrays that a `RowTable` holds if arrays are mutable and on the host."""
+"""Endings of the keys of arrays that a `RowTable` holds, if there is one."""
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""
 
@@ -79,9 +79,12 @@ class Snapshot:
     def choose(self, xp: Backend, when: Array, cells: Iterable[Any]) -> None:
         """Restore cells from their copies unless the flag, bool[], is true."""
         cells = list(cells)
-        if any(isinstance(cell, RowCell) for cell in cells):  # on a host
+        rows, others = self._apart(cells)
+        if rows and xp.can_read_values:
             return self.release(cells) if when else self.restore(xp, cells)
-        for cell in cells:
+        if rows and self._store.rows is not None:
+            self._store.rows.choose(when, rows)
+        for cell in others:
             if (copy := self.read(cell)) is not None:
                 self._assign(xp, cell, xp.choose(when, cell.read(), copy))
 
@@ -116,14 +119,14 @@ class StateStore:
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
         self.rows: RowTable | None = None
-        """The arrays of `IN_ROWS`, on a host."""
+        """The arrays of `IN_ROWS`, on a host, and on a device with kernels."""
         self._cells: dict[str, list[Cells]] = {}  # each unit's state, by unit and level
         self._carrying: set[str] = set()  # units that may carry a residual, as far as the host knows
 
     def bind(self, xp: Backend) -> None:
         """Set the backend, before any unit is added."""
         self._xp = xp
-        if xp.mutable and xp.can_read_values:
+        if xp.mutable and (xp.can_read_values or xp.kernels):
             from grace.engine.groups.rows import RowTable  # imports NumPy
 
             self.rows = RowTable(xp)
@@ -261,9 +264,11 @@ class StateStore:
         if new is old:
             return
         inside = xp.buffers.overlap(new, x)
-        if isinstance(cell, RowCell):
+        if isinstance(cell, RowCell) and xp.can_read_values:
             if ok:
                 (cell.store if inside else cell.assign)(new)
+        elif isinstance(cell, RowCell):
+            cell.assign(xp.choose(ok, new, old))
         elif inside:
             xp.buffers.write(old, xp.choose(ok, new, old))
         else:

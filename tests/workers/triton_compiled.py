@@ -11,22 +11,64 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from grace.kernels.triton import launcher, quantisers, sparsifiers, transforms
+from grace.kernels.triton import groups, launcher, quantisers, sparsifiers, transforms
 
-F, B, W, D = "*fp32", "*u8", "*i32", "*fp64"
+F, B, W, D, L = "*fp32", "*u8", "*i32", "*fp64", "*i64"
 T = launcher.TILE
 V = {"x": F, "residual": F}
 KEYS = {"start": "i64", **dict.fromkeys(quantisers.KEYS, "i32")}
 KERNELS = {
     name: each
-    for module in (quantisers, sparsifiers, transforms)
+    for module in (groups, quantisers, sparsifiers, transforms)
     for name, each in vars(module).items()
     if isinstance(each, JITFunction) and each.__module__ == module.__name__ and not name.startswith("_")
 }
 
 
+def group_forms(name):
+    """`forms`, of the kernels of groups."""
+    table = {"tiles": L, "table": L, "many": "i32"}
+    sent = {**table, "out": "i64"}
+    received = {**table, "senders": L, "count": "i32"}
+    for add in (True, False):
+        if name == "group_finite":
+            yield {**received, "flags": W}, {"TILE": T}
+        elif name == "group_restore":
+            yield {**table, "flags": W}, {"TILE": T}
+        elif name == "group_partials":
+            for total in (True, False):
+                yield {**table, "partials": D}, {"TILE": T, "SUM": total, "ADD": add}
+        elif name == "group_scales":
+            blocks = {"blocks": L, "partials": D, "table": L, "many": "i32", "out": "i64"}
+            yield blocks, {"TILE": 1024, "SUM": add}
+        elif name in ("efsignsgd_group", "blockint_group"):
+            for whole, block in ((True, 24), (True, launcher.LARGE), (False, T)):
+                rows, width = launcher.rows_of(block) if whole else (1, T)
+                form = {"BLOCK": block, "ROWS": rows, "WIDTH": width, "ADD": add, "WHOLE": whole}
+                if name == "efsignsgd_group":
+                    yield sent, form
+                else:
+                    bits = {24: 2, T: 4}.get(block, 8)
+                    yield {**sent, "table0": "i32", "table1": "i32"}, {**form, "BITS": bits, "RANDOM": bits > 2}
+        elif name == "efsignsgd_group_mean":
+            yield received, {"BLOCK": 512 if add else 0, "TILE": T}
+        elif name == "blockint_group_mean":
+            for bits in (8, 4, 2):
+                yield received, {"BLOCK": 512 if add else 0, "BITS": bits, "TILE": T}
+        elif name in ("eden_group", "eden_group_mean"):
+            for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
+                form = transforms.form_of(width, range(1 << bits))
+                levels, middles = ("fp32",) * (1 << bits), ("fp32",) * ((1 << bits) - 1)
+                if name == "eden_group":
+                    floats = {"levels": levels, "middles": middles, "root": "fp32", "divisor": "fp32"}
+                    yield {**sent, **floats, "stream": "i32"}, {**form, "BIASED": bits == 1, "ADD": add}
+                else:
+                    yield {**received, "levels": levels, "root": "fp32"}, form
+
+
 def forms(name):
     """Argument types and constants of each kind of kernel that `TritonKernels` launches."""
+    yield from group_forms(name)
     for add in (True, False):
         if name in ("efsignsgd_blocks", "blockint_blocks"):
             for block in (24, launcher.LARGE) if add else (512,):
@@ -113,4 +155,4 @@ def test_compiles(name, architecture):
 
 
 def test_all_kernels_are_tried():
-    assert len(KERNELS) == 14
+    assert len(KERNELS) == 24

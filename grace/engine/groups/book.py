@@ -81,6 +81,7 @@ class GroupBook:
     def __init__(self, setup: Parts):
         self._setup = setup
         self._known: dict[Any, Layout] = {}
+        self._triton: Any = None
 
     def of(self, levels: Mapping[Unit, int], switched: bool = False) -> Layout:
         """The groups among these units at their levels.
@@ -90,7 +91,7 @@ class GroupBook:
         xp = self._setup.xp
         host = xp if xp.mutable else xp.host
         kernels = None if host is None else host.kernels
-        library = kernels.library if isinstance(kernels, HostKernels) else None
+        library = self._device_groups() or (kernels.library if isinstance(kernels, HostKernels) else None)
         if xp.tracing:
             return self._laid_out(levels, library, switched)  # a group serves one exchange of a graph
         key = (library, *levels.items())
@@ -101,6 +102,13 @@ class GroupBook:
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return found
+
+    def _device_groups(self) -> Any:
+        # Returns Triton's kernels of groups, if there are any. They are kept: should they fail, a group goes on without
+        # them, because the other workers expect its message.
+        if self._triton is None and self._setup.store.rows is not None:
+            self._triton = getattr(self._setup.xp.kernels, "groups", None)
+        return self._triton
 
     def clear(self) -> None:
         """Forget all groups, because the tensors change."""
@@ -174,9 +182,12 @@ class GroupBook:
 
     def _kind(self, unit: Unit, level: int) -> Any:
         # Returns what units must share to form a group; None for a unit that is exchanged by itself.
-        from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
-
         setup = self._setup
+        if self._triton is None:
+            from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
+        else:
+            from grace.engine.groups.devices import device_kind as kind_of
+
         if not self._compresses(unit, level) or unit.dtype != "float32":
             return None
         way, cells = setup.ways.at(unit.name, level), setup.store.cells_by_key(unit, level)

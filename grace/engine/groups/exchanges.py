@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -105,6 +105,30 @@ class Landed:
         self._received = received  # kept alive, since decoders only have addresses
 
 
+class Coding:
+    """The encoders and decoders of the native library."""
+
+    def __init__(self, xp: Backend, library: Library, compressor: Compressor):
+        self.xp, self._library, self._compressor = xp, library, compressor
+
+    def encoder(self, points: Sequence[Point], message: Message) -> Encoder:
+        return Encoder(self._library, points, message, self.xp.threads)
+
+    def decoder(self, points: Sequence[Point], places: Mapping[str, Any], senders: Any, units: Any = None) -> Decoder:
+        """``units``: as in `feedback`, for a decoder that judges whether payloads are finite."""
+        return Decoder(self._library, points, places, senders, self.xp.threads)
+
+    def feedback(
+        self, cells: Sequence[RowCell], points: Sequence[Point], starts: Sequence[int], units: Any
+    ) -> Feedback:
+        """``units``: int64[points], the number of each point's unit."""
+        return Feedback(self.xp, cells, points, starts)
+
+    def landed(self, received: Sequence[Any], step: int) -> Landed:
+        """The messages that were received, one array from each worker."""
+        return Landed(received, addresses(self.xp, received), step)
+
+
 def addresses(xp: Backend, received: Sequence[Any]) -> Any:
     """Return int64[workers], the address of the single array that each worker sent."""
     if isinstance(received, GatheredPayloads):
@@ -122,6 +146,8 @@ class Group(ABC):
     """Number of messages that an exchange sends, one after the other."""
     overwrites: ClassVar[bool] = False
     """Whether an exchange writes to the vectors before `finish`, and the means to the same memory."""
+    on_device: ClassVar[bool] = False
+    """Whether `finite` gives int32[units] on the device, which `finish` takes."""
 
     def __init__(
         self,
@@ -178,6 +204,12 @@ class Group(ABC):
 class CodedGroup(Group):
     """A group whose payloads are gathered, and are decoded without the state."""
 
+    coding_of: ClassVar[Callable[..., Coding]] = Coding
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.coding = self.coding_of(self.xp, self.library, self.method.compressor)
+
     @abstractmethod
     def settle(self, ok: Sequence[bool] | None) -> None:
         """Keep the new state of units where ``ok``, by default of all. x must be as `exchange` left it."""
@@ -227,12 +259,12 @@ class GatheredGroup(CodedGroup):
         compressor = self.method.compressor
         self._points = [_point(compressor, ctx) for ctx in self.contexts]
         self._message, workers = Message(self._points), self.contexts[0].world_size
-        self._encoder = Encoder(self.library, self._points, self._message, self.xp.threads)
-        senders = np.tile(np.arange(workers), (len(self._points), 1))
-        self._decoder = Decoder(self.library, self._points, self._message.places, senders, self.xp.threads)
+        self._encoder = self.coding.encoder(self._points, self._message)
+        senders, units = np.tile(np.arange(workers), (len(self._points), 1)), np.arange(len(self._points))
+        self._decoder = self.coding.decoder(self._points, self._message.places, senders, units)
         if RESIDUAL in self.cells[0]:
             cells = [each[RESIDUAL] for each in self.cells]
-            self.feedback = [Feedback(self.xp, cells, self._points, [0] * len(cells))]
+            self.feedback = [self.coding.feedback(cells, self._points, [0] * len(cells), units)]
 
     @property
     def asked(self) -> Sequence[Collective]:
@@ -242,7 +274,7 @@ class GatheredGroup(CodedGroup):
         places = np.array(x, np.int64)
         message = self._encoded(self._encoder, self.feedback[0] if self.feedback else None, places, step)
         received = yield Gather((message,))
-        return Landed(received, addresses(self.xp, received), step)
+        return self.coding.landed(received, step)
 
     def finite(self, landed: Landed) -> list[bool] | None:
         found = self._decoder.finite(landed.addresses)
@@ -286,14 +318,13 @@ class TwoStageGroup(CodedGroup):
         self._server = [self._second[number]._replace(destination=0) for number in self._own]
         self._sent, self._again = Message(self._first, workers), Message(self._second, workers)
         self._sizes = tuple(((end - begin,),) for begin, end in self._again.parts)
-        threads, library = self.xp.threads, self.library
-        self._encoder = Encoder(library, self._first, self._sent, threads)
-        self._decoder = Decoder(library, self._second, self._again.places, self._owner[:, None], threads)
+        self._encoder = self.coding.encoder(self._first, self._sent)
+        self._decoder = self.coding.decoder(self._second, self._again.places, self._owner[:, None], self._unit)
         self._scratch = np.cumsum([0, *(FLOAT * point.ctx.size for point in mine)])
         if mine:
             senders = np.tile(np.arange(workers), (len(mine), 1))
-            self._average = Decoder(library, mine, self._sent.at(self._own.tolist()), senders, threads)
-            self._recode = Encoder(library, self._server, Message(self._server), threads)
+            self._average = self.coding.decoder(mine, self._sent.at(self._own.tolist()), senders)
+            self._recode = self.coding.encoder(self._server, Message(self._server))
         self._means: Array = None  # means of this worker's shards; encoding may swap the old residuals into this array
         self._set_up_feedback([place for each in owned for place, ctx in enumerate(each.values()) if ctx.size])
 
@@ -305,10 +336,12 @@ class TwoStageGroup(CodedGroup):
         cells = [cell for cell in found if cell is not None]
         self._worker = self._again_feedback = None
         if cells:
-            self._worker = Feedback(self.xp, cells, self._first, self._starts.tolist() if whole else [0] * len(cells))
+            starts = self._starts.tolist() if whole else [0] * len(cells)
+            self._worker = self.coding.feedback(cells, self._first, starts, self._unit)
         server = [self.cells[self._unit[number]].get(f"server/{RESIDUAL}") for number in self._own]
         if any(cell is not None for cell in server):
-            self._again_feedback = Feedback(self.xp, [cell for cell in server if cell], self._server, [0] * len(server))
+            cells, starts = [cell for cell in server if cell], [0] * len(server)
+            self._again_feedback = self.coding.feedback(cells, self._server, starts, self._unit[self._own])
         self.feedback = [each for each in (self._worker, self._again_feedback) if each is not None]
 
     @property
@@ -323,10 +356,11 @@ class TwoStageGroup(CodedGroup):
         if len(self._own):
             self._means = self.xp.buffers.empty((int(self._scratch[-1]) // FLOAT,))
             places = self.xp.buffers.address(self._means) + self._scratch[:-1]
-            self._decoded(self._average, addresses(self.xp, received), places, step)
+            mine = self.coding.landed(received, step)
+            self._decoded(self._average, mine.addresses, places, step)
             again = self._encoded(self._recode, self._again_feedback, places, step)
         gathered = yield Gather((again,), shapes=self._sizes)
-        return Landed(gathered, addresses(self.xp, gathered), step)
+        return self.coding.landed(gathered, step)
 
     @property
     def _rank(self) -> int:

@@ -15,7 +15,7 @@ Indices = Any
 
 
 class RowTable:
-    """The arrays of a state on the host, each with one row or two, and which of them is the current one.
+    """The arrays of a state, each with one row or two, and which of them is the current one.
 
     A held array keeps its row from before the first undecided exchange; the state after that exchange is in the other
     row, where later undecided exchanges overwrite it. Without `hold` there is one row, which exchanges overwrite.
@@ -72,6 +72,14 @@ class RowTable:
         """Make the states from before the undecided exchanges current again; by default, of all arrays."""
         which = slice(None) if which is None else which
         self._at[which] ^= self._moved[which]
+        self.release(which)
+
+    def choose(self, when: Array, which: Indices) -> None:
+        """`release` where the flag, bool[], is true, else `restore`, without waiting for a device."""
+        for number in which:
+            if self._moved[number]:
+                row, before = (self._arrays[number][self._at[number] ^ moved] for moved in (0, 1))
+                self._xp.buffers.write(row, self._xp.choose(when, row, before))
         self.release(which)
 
     def _apart(self, which: Indices) -> Any:

@@ -12,21 +12,23 @@ from grace.core.rng import Rng, signed
 from grace.kernels.calls import Pairs, fitted
 from grace.kernels.host import partly
 from grace.kernels.quantisers import Quantisers
-from grace.kernels.triton.launcher import LARGE, TILE, Launcher, load_sum, magnitudes_of, mixed, put_mean, rows_of
+from grace.kernels.triton.launcher import LARGE, TILE, Launcher, load_sum, magnitudes_of, put_mean, rows_of
+from grace.kernels.triton.parts import (
+    largest_magnitude,
+    load_ints,
+    load_signs,
+    mean_magnitude,
+    places,
+    put_ints,
+    put_signs,
+    received,
+)
 from grace.ops.blocks import block_count
 
 Array = Any
 
 
-# -- kernel helpers ----------------------------------------------------------------------------------------------------
 # Places are int32 offsets from a program's start, [rows, bytes, codes per byte]; starts are int64.
-@triton.jit
-def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
-    # Returns the column and the place of each element of ROWS rows of BLOCK elements, padded to WIDTH, a power of two.
-    column = tl.arange(0, WIDTH // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
-    return column, tl.arange(0, ROWS)[:, None, None] * BLOCK + column
-
-
 @triton.jit
 def _span(n, BLOCK, tiles, TILE: tl.constexpr):
     # Returns, for a tile of a large block, the block, the tile's start, and its number of elements.
@@ -35,79 +37,6 @@ def _span(n, BLOCK, tiles, TILE: tl.constexpr):
     begin = block * BLOCK + (pid % tiles) * TILE
     left = tl.minimum((block + 1) * BLOCK, n) - begin
     return block, begin, tl.maximum(tl.minimum(left, TILE), 0).to(tl.int32)
-
-
-@triton.jit
-def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
-    # Packs codes: int32[rows, bytes, EACH] -> uint8[rows, bytes, 1].
-    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
-    return tl.sum((codes & ((1 << BITS) - 1)) << shifts, 2, keep_dims=True).to(tl.uint8)
-
-
-@triton.jit
-def _upper(j, key0, key1):
-    # Returns the upper 16 bits, as uint32, of a stream's word j, for j below 2**32.
-    h = mixed(j + key0.to(tl.uint32, bitcast=True))
-    return mixed(h ^ key1.to(tl.uint32, bitcast=True)) >> 16
-
-
-@triton.jit
-def _noise(start, at, table0, table1, key0, key1):
-    # Returns `grace.core.rng.Rng.noise` of the elements start + at, which lie in at most two rows of 65536.
-    place = (start & 65535).to(tl.int32) + at
-    row = (start >> 16).to(tl.uint32)
-    offset = tl.where(place < 65536, _upper(row, key0, key1), _upper(row + 1, key0, key1))
-    whole = (_upper((place & 65535).to(tl.uint32), table0, table1) + offset) & 65535
-    return (whole.to(tl.int32).to(tl.float32) + 0.5) * 0.0000152587890625
-
-
-@triton.jit
-def _put_signs(value, scale, x, bits, at, here, KEEP: tl.constexpr):
-    # at: the places of elements; multiples of 8 begin a byte.
-    up = value >= 0
-    place = tl.min(at, 2, keep_dims=True)
-    some = tl.max(here.to(tl.int32), 2, keep_dims=True) != 0
-    tl.store(bits + place // 8, _packed((up & here).to(tl.int32), 1, 8), mask=some)
-    if KEEP:
-        tl.store(x + at, value - tl.where(up, scale, -scale), mask=here)
-
-
-@triton.jit
-def _put_ints(
-    value, scale, x, codes, at, here, start, table0, table1, key0, key1,
-    BITS: tl.constexpr, RANDOM: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    top: tl.constexpr = (1 << (BITS - 1)) - 1
-    EACH: tl.constexpr = 8 // BITS
-    steps = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)) * float(top)
-    if RANDOM:
-        steps += _noise(start, at, table0, table1, key0, key1)
-        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)  # NaN is no integer
-        code = steps.to(tl.int32)
-        code -= (code.to(tl.float32) > steps).to(tl.int32)  # tl.floor would take the smallest numbers for 0
-    else:
-        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)
-        code = ((steps + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: the sum is rounded, halves to even
-    place = tl.min(at, 2, keep_dims=True)
-    some = tl.max(here.to(tl.int32), 2, keep_dims=True) != 0
-    tl.store(codes + place // EACH, _packed(tl.where(here, code, 0), BITS, EACH), mask=some)
-    if KEEP:
-        step = tl.div_rn(scale, tl.full(scale.shape, top, tl.float32))
-        tl.store(x + at, value - code.to(tl.float32) * step, mask=here)
-
-
-@triton.jit
-def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
-    # Returns a tile's start and size, the byte and offset of each element, and the place of each byte's scale.
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    left = tl.minimum(n - begin, TILE).to(tl.int32)
-    byte = tl.arange(0, TILE // EACH)[:, None]
-    at = byte * EACH + tl.arange(0, EACH)[None, :]
-    if BLOCK == 0:
-        place = byte * 0
-    else:
-        place = begin // BLOCK + ((begin % BLOCK).to(tl.int32) + byte * EACH) // BLOCK
-    return begin, left, byte, at, place
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------
@@ -119,15 +48,15 @@ def efsignsgd_blocks(
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * BLOCK
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
-    column, at = _places(ROWS, BLOCK, WIDTH, 8)
+    column, at = places(ROWS, BLOCK, WIDTH, 8)
     here = (column < BLOCK) & (at < left)
     value = load_sum(x + begin, residual + begin, at, here, ADD)
     row = tl.arange(0, ROWS)[:, None, None]
-    total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), 2, keep_dims=True), 1, keep_dims=True)
-    count = tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1)
-    scale = tl.div_rn(total.to(tl.float32), count.to(tl.float32))
+    scale = mean_magnitude(value, tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1))
     tl.store(scales + first + row, scale, mask=row * BLOCK < left)
-    _put_signs(value, scale, x + begin, bits + begin // 8, at, here, ADD)
+    rest = put_signs(value, scale, bits + begin // 8, at, here)
+    if ADD:
+        tl.store(x + begin + at, rest, mask=here)
 
 
 @triton.jit
@@ -155,11 +84,13 @@ def efsignsgd_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
 def efsignsgd_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
     """Write the bits of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
-    _, at = _places(1, TILE, TILE, 8)
+    _, at = places(1, TILE, TILE, 8)
     here = at < left
     value = load_sum(x + begin, residual + begin, at, here, ADD)
     scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
-    _put_signs(value, scale, x + begin, bits + begin // 8, at, here, ADD)
+    rest = put_signs(value, scale, bits + begin // 8, at, here)
+    if ADD:
+        tl.store(x + begin + at, rest, mask=here)
 
 
 @triton.jit
@@ -168,14 +99,13 @@ def efsignsgd_mean(
     BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add some workers' payloads to ``out``. FIRST: they are the first workers; DIVIDE: the last of several."""
-    begin, left, byte, at, place = _received(n, BLOCK, TILE, 8)
-    shifts = tl.arange(0, 8)[None, :]
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(n - begin, TILE).to(tl.int32)
+    byte, at, place = received(begin, BLOCK, TILE, 8)
     if not FIRST:
         total = tl.load(out + begin + at, mask=at < left, other=0.0)
     for worker in tl.static_range(WORKERS):
-        octet = tl.load(bits[worker] + begin // 8 + byte, mask=byte * 8 < left, other=0).to(tl.int32)
-        scale = tl.load(scales[worker] + place, mask=byte * 8 < left, other=0.0)
-        value = tl.where(((octet >> shifts) & 1) != 0, scale, -scale)
+        value = load_signs(bits[worker], scales[worker], begin, left, byte, place)
         if FIRST and worker == 0:
             total = value
         else:
@@ -196,17 +126,17 @@ def blockint_blocks(
     first = tl.program_id(0).to(tl.int64) * ROWS
     begin = first * BLOCK
     left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
-    column, at = _places(ROWS, BLOCK, WIDTH, 8 // BITS)
+    column, at = places(ROWS, BLOCK, WIDTH, 8 // BITS)
     here = (column < BLOCK) & (at < left)
     value = load_sum(x + begin, residual + begin, at, here, ADD)
     row = tl.arange(0, ROWS)[:, None, None]
-    most = tl.max(tl.max(magnitudes_of(value), 2, keep_dims=True), 1, keep_dims=True)
-    scale = most.to(tl.float32, bitcast=True)
+    scale = largest_magnitude(value)
     tl.store(scales + first + row, scale, mask=row * BLOCK < left)
-    _put_ints(
-        value, scale, x + begin, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1,
-        BITS, RANDOM, ADD,
-    )  # fmt: skip
+    rest = put_ints(
+        value, scale, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1, BITS, RANDOM
+    )
+    if ADD:
+        tl.store(x + begin + at, rest, mask=here)
 
 
 @triton.jit
@@ -225,14 +155,15 @@ def blockint_rest(
 ):  # fmt: skip
     """Write the codes of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
-    _, at = _places(1, TILE, TILE, 8 // BITS)
+    _, at = places(1, TILE, TILE, 8 // BITS)
     here = at < left
     value = load_sum(x + begin, residual + begin, at, here, ADD)
     scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
-    _put_ints(
-        value, scale, x + begin, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1,
-        BITS, RANDOM, ADD,
-    )  # fmt: skip
+    rest = put_ints(
+        value, scale, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1, BITS, RANDOM
+    )
+    if ADD:
+        tl.store(x + begin + at, rest, mask=here)
 
 
 @triton.jit
@@ -241,18 +172,13 @@ def blockint_mean(
     WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`efsignsgd_mean`, for integers."""
-    EACH: tl.constexpr = 8 // BITS
-    half: tl.constexpr = 1 << (BITS - 1)
-    begin, left, byte, at, place = _received(n, BLOCK, TILE, EACH)
-    shifts = (tl.arange(0, EACH) * BITS)[None, :]
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(n - begin, TILE).to(tl.int32)
+    byte, at, place = received(begin, BLOCK, TILE, 8 // BITS)
     if not FIRST:
         total = tl.load(out + begin + at, mask=at < left, other=0.0)
     for worker in tl.static_range(WORKERS):
-        octet = tl.load(codes[worker] + begin // EACH + byte, mask=byte * EACH < left, other=0).to(tl.int32)
-        scale = tl.load(scales[worker] + place, mask=byte * EACH < left, other=0.0)
-        step = tl.div_rn(scale, tl.full(scale.shape, half - 1, tl.float32))
-        code = (((octet >> shifts) & ((1 << BITS) - 1)) ^ half) - half
-        value = code.to(tl.float32) * step
+        value = load_ints(codes[worker], scales[worker], begin, left, byte, place, BITS)
         if FIRST and worker == 0:
             total = value
         else:

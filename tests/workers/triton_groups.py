@@ -1,0 +1,308 @@
+"""Triton's kernels of groups in its interpreter against the native library and the plain functions.
+
+Run by tests/test_triton.py, as tests of pytest.
+"""
+
+import os
+
+# Triton reads this when it is imported, so it must not be set in a shared process.
+assert os.environ["TRITON_INTERPRET"] == "1"
+
+import numpy as np
+import pytest
+import torch
+from methods import PLAIN, built, lockstep, states, unchanged
+from support.kernels import vector
+from test_native_groups import drawn, equal, groups_of, step, team
+
+from grace.backends import get_backend
+from grace.backends.torch import TorchBackend
+from grace.core import Context
+from grace.engine.groups.devices import DeviceDecoder, DeviceEncoder
+from grace.engine.groups.native import Decoder, Encoder, Message, Point
+from grace.engine.groups.recipes import recipe
+from grace.factory import grace_from_params
+from grace.kernels import library
+from grace.kernels.triton import groups, launcher
+from grace.transports.local import LocalTransport
+
+SIZES = (1, 8, 9, 511, 512, 513, 5000, 9001)
+CODED = {
+    "int4": {"compressor": "blockint"},
+    "int2 at random": {"compressor": "blockint", "bits": 2, "block_size": 64, "rounding": "stochastic"},
+    "int8 at random, one scale": {"compressor": "blockint", "bits": 8, "block_size": 0, "rounding": "stochastic"},
+    "int8, large blocks": {"compressor": "blockint", "bits": 8, "block_size": 9000},
+    "signs": {"compressor": "efsignsgd"},
+    "signs, small blocks": {"compressor": "efsignsgd", "block_size": 24},
+    "signs, one scale": {"compressor": "efsignsgd", "block_size": 0},
+    "signs, large blocks": {"compressor": "efsignsgd", "block_size": 9000},
+    "eden": {"compressor": "eden", "bits": 3, "block_size": 64},
+    "eden, large blocks": {"compressor": "eden", "bits": 4, "block_size": 8192},
+    "drive": {"compressor": "eden", "bits": 1, "biased": True, "block_size": 512},
+}
+CARRIERS = {
+    "gathered": {"communicator": "allgather"},
+    "two stages": {"communicator": "twostage", "min_shard": 600},
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    built()
+    monkeypatch.setenv("GRACE_KERNELS", "triton")
+
+
+@pytest.fixture
+def xp():
+    found = get_backend("torch")
+    found.__dict__.pop("_device_kernels", None)  # which a test may have made fail
+    return found
+
+
+def native(monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", PLAIN)
+    return library()
+
+
+def compressor_of(params):
+    return grace_from_params(params, LocalTransport()).method.compressor
+
+
+def points_of(compressor, xp, sizes, workers=1, rank=0):
+    """Points of tensors, each with a hole before it, and a shard that begins inside its tensor; for two messages."""
+    found = []
+    for number, n in enumerate(sizes):
+        offset = 61440 if number == len(sizes) - 1 else 0  # its noise is of two rows
+        ctx = Context(xp, f"t{number}", (n,), offset=offset, seed=5, rank=rank, world_size=workers)
+        found.append(Point(ctx, recipe(compressor, ctx), number % 2))
+    return found
+
+
+def starts_of(sizes):
+    return np.cumsum([3, *(n + 5 for n in sizes)])[:-1]
+
+
+def memory(sizes, seed, kind="normal"):
+    """A vector with these segments, and numbers in the holes between them."""
+    whole = torch.full((int(sum(sizes)) + 5 * len(sizes) + 8,), 7.0)
+    for number, (at, n) in enumerate(zip(starts_of(sizes).tolist(), sizes, strict=True)):
+        whole[at : at + n] = torch.from_numpy(vector(n, seed + number, kind))
+    return whole
+
+
+def same(one, two):
+    """The same bits; what is left of a block that is not finite is never kept, so it may be NaN or infinite."""
+    one, two = one.numpy().view(np.uint32), two.numpy().view(np.uint32)
+    one, two = (np.where((each & 0x7FFFFFFF) >= 0x7F800000, 0x7FC00000, each) for each in (one, two))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny", "special"])
+@pytest.mark.parametrize("method", CODED)
+def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch, method, kind):
+    """Messages, means, new residuals and what x becomes, with one row of the state, two, and none; nothing in holes."""
+    sizes = SIZES if kind == "normal" else (5, 1000, 4097)
+    compressor, workers, at = compressor_of(CODED[method]), 3, 4 * starts_of(sizes)
+    triton, host = xp.kernels.groups, native(monkeypatch)
+    messages = []
+    for rank, rows in enumerate((0, 1, 2)):
+        points = points_of(compressor, xp, sizes, workers, rank)
+        message, found = Message(points, 2), []
+        for mine in (True, False):
+            x, old, new = memory(sizes, 10 * rank, kind), memory(sizes, 100 + rank), memory(sizes, 200)
+            out = torch.full((message.size,), 165, dtype=torch.uint8)
+            encoder = DeviceEncoder(triton, compressor, points, message) if mine else Encoder(host, points, message, 1)
+            state = (0, 0) if rows == 0 else (old.data_ptr() + at, (old if rows == 1 else new).data_ptr() + at)
+            with np.errstate(all="ignore"):
+                encoder.encode(x.data_ptr() + at, *state, out.data_ptr(), 4)
+            found.append((x, old, new, out))
+        *floats, sent = zip(*found, strict=True)
+        for one, two in floats:
+            same(one, two)
+        same_messages(points, message, *sent)
+        messages.append(sent[0])
+    bases = np.array([each.data_ptr() for each in messages])
+    for senders in (np.tile(np.arange(workers), (len(sizes), 1)), np.arange(len(sizes))[:, None] % workers):
+        places = {name: message.begins + at for name, at in message.places.items()}
+        one, two = (memory(sizes, 300) for _ in range(2))
+        decoder = DeviceDecoder(triton, compressor, points, places, senders, np.arange(len(points)))
+        other = Decoder(host, points, places, senders, 1)
+        decoder.mean(bases, one.data_ptr() + at, 4)
+        other.mean(bases, two.data_ptr() + at, 4)
+        same(one, two)
+        flags = torch.ones(len(points), dtype=torch.int32)
+        decoder.judge(bases, flags)
+        finite = other.finite(bases)
+        np.testing.assert_array_equal(flags.numpy() != 0, np.ones(len(points), bool) if finite is None else finite)
+    assert not triton.failed
+
+
+def same_messages(points, message, one, two):
+    # Scales may be NaN of any sign; what pads a message is not compared.
+    for number, point in enumerate(points):
+        for name, dtype, n in point.recipe.arrays:
+            begin = int(message.begins[number] + message.places[name][number])
+            a, b = (each.numpy()[begin:][: n * np.dtype(dtype).itemsize].view(dtype) for each in (one, two))
+            np.testing.assert_array_equal(a, b, err_msg=f"{name} of {number}")
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("method", CODED)
+def test_steps_have_the_bits_of_the_plain_functions(xp, monkeypatch, method, carrier):
+    """Means, states and bytes, with a NaN in one tensor, over three steps."""
+    sizes, found = (1, 9, 513, 2500), {}
+
+    def poison(gradients):
+        gradients[-1]["t513"][5] = float("nan")
+
+    for use in ("triton", "off"):
+        monkeypatch.setenv("GRACE_KERNELS", use)
+        graces = team({**CODED[method], **CARRIERS[carrier]}, 3, xp, sizes)
+        groups = groups_of(graces[0]).groups
+        assert [len(each.units) for each in groups] == ([len(sizes)] if use == "triton" else [])
+        assert all(each.group.on_device for each in groups)
+        means = [step(graces, xp, number, poison if number == 2 else None, sizes) for number in (1, 2, 3)]
+        report = graces[0].report()
+        found[use] = means, states(graces), [grace.report().bytes_sent for grace in graces]
+        assert report.runs_as == ("triton" if use == "triton" else "plain functions")
+    for one, two in zip(found["triton"][0], found["off"][0], strict=True):
+        equal(one, two)
+    assert unchanged(found["triton"][1], found["off"][1])
+    assert found["triton"][2] == found["off"][2]
+
+
+def told(xp, params, sizes=(9, 513, 1500)):
+    """Means and states of exchanges that count, are thrown away, joined, abandoned, partly absent or not finite."""
+    graces, found = team({**params, "nonfinite": "zero"}, 2, xp, sizes), []
+    for each in graces:
+        each.defer_commit = each.track_missing = True
+
+    def change(gradients):
+        gradients[0]["t513"][7] = float("inf")
+        gradients[0]["t9"] = None
+        for mine in gradients:
+            mine["t1500"] = None
+
+    def kept(numbers, change=None):
+        found.extend(step(graces, xp, number, change, sizes) for number in numbers)
+
+    kept([1])
+    for each in graces:
+        each.commit()
+    kept([2, 3])
+    for each in graces:
+        each.discard()
+    kept([4, 5])
+    for each in graces:
+        each.decide(applied=["t513"], discarded=["t9", "t1500"])
+    for rounds in (0, 1, 2):
+        for rank, each in enumerate(graces):
+            each.launch({name: xp.asarray(x, "float32") for name, x in drawn(9, rank, sizes).items()}, spent=True)
+        for _ in range(rounds):
+            for each in graces:
+                each.advance()
+        for each in graces:
+            each.abandon()
+    kept([6], change)
+    for each in graces:
+        each.commit()
+    kept([7])
+    return found, states(graces)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["on a host", "as on a device"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("method", ["int4", "signs, one scale"])
+def test_states_are_decided_as_those_of_the_plain_functions(xp, monkeypatch, method, carrier, reads):
+    params = {**CODED[method], **CARRIERS[carrier]}
+    monkeypatch.setattr(TorchBackend, "can_read_values", reads)
+    means, after = told(xp, params)
+    monkeypatch.setattr(TorchBackend, "can_read_values", True)
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+    expected, state = told(xp, params)
+    for one, two in zip(means, expected, strict=True):
+        for mine, other in zip(one, two, strict=True):
+            for name, mean in mine.items():
+                assert (mean is None) == (other[name] is None)
+                np.testing.assert_array_equal(mean, other[name], err_msg=name)
+    assert unchanged(after, state)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("method", ["int4", "int2 at random"])
+def test_no_step_reads_a_value(xp, monkeypatch, method, carrier):
+    """The host would wait for a device."""
+    monkeypatch.setattr(TorchBackend, "can_read_values", False)
+    graces = team({**CODED[method], **CARRIERS[carrier]}, 2, xp, (9, 700))
+    reads, launch = [], launcher.Launcher._launch
+
+    def reading(name):
+        def read(self, *rest, **form):
+            if not inside:
+                reads.append(name)
+            return original(self, *rest, **form)
+
+        original = getattr(torch.Tensor, name)
+        return read
+
+    def launched(self, *rest, **form):
+        inside.append(True)
+        try:
+            launch(self, *rest, **form)
+        finally:
+            inside.pop()
+
+    inside = []
+    monkeypatch.setattr(launcher.Launcher, "_launch", launched)
+    for name in ("item", "cpu", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, reading(name))
+    gradients = [{n: xp.asarray(x, "float32") for n, x in drawn(1, rank, (9, 700)).items()} for rank in range(2)]
+    lockstep(graces, gradients)
+    assert reads == []
+
+
+@pytest.mark.parametrize("broken", ["blockint_group", "blockint_group_mean", "group_finite", "group_restore"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_kernel_that_fails_leaves_the_messages_as_they_are(xp, monkeypatch, carrier, broken):
+    """The plain functions go on, on this worker alone: the others know nothing of it."""
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("first line\nptxas was not found")
+
+    sizes, params, found = (9, 513, 1500), {**CODED["int4"], **CARRIERS[carrier]}, {}
+
+    def poison(gradients):
+        gradients[-1]["t513"][5] = float("nan")
+
+    for use in ("off", "triton"):
+        monkeypatch.setenv("GRACE_KERNELS", use)
+        graces = team(params, 3, xp, sizes)
+        if use == "off":
+            means = [step(graces, xp, number, poison if number == 2 else None, sizes) for number in (1, 2, 3)]
+        else:
+            monkeypatch.setattr(groups, broken, Broken())
+            with pytest.warns(UserWarning, match="run without them, slower: ptxas was not found") as warned:
+                means = [step(graces, xp, number, poison if number == 2 else None, sizes) for number in (1, 2, 3)]
+            assert len(warned) == 1
+            assert graces[0].report().runs_as != "triton"
+            assert groups_of(graces[0]).groups
+        found[use] = means, states(graces)
+    for one, two in zip(found["triton"][0], found["off"][0], strict=True):
+        equal(one, two)
+    assert unchanged(found["triton"][1], found["off"][1])
+
+
+@pytest.mark.parametrize("method, launches", [("int4", 4), ("eden", 3), ("signs, one scale", 6)])
+def test_a_step_takes_the_same_launches_for_any_number_of_tensors(xp, monkeypatch, method, launches):
+    """One encodes, one judges, one decodes, and one restores states; large blocks take two more."""
+    launched, launch = [], launcher.Launcher._launch
+    monkeypatch.setattr(
+        launcher.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
+        or launch(self, kernel, *rest, **form),
+    )  # fmt: skip
+    for sizes in ((600, 700), (600, 601, 700, 800, 900)):
+        graces = team(CODED[method], 1, xp, sizes, nonfinite="zero")
+        launched.clear()
+        step(graces, xp, 1, sizes=sizes)
+        assert len(launched) == launches

@@ -306,3 +306,42 @@ def test_a_step_takes_the_same_launches_for_any_number_of_tensors(xp, monkeypatc
         launched.clear()
         step(graces, xp, 1, sizes=sizes)
         assert len(launched) == launches
+
+
+@pytest.mark.filterwarnings("ignore:'powersgd' without error feedback")
+@pytest.mark.parametrize("memory", ["residual", "none"])
+@pytest.mark.parametrize("reads", [True, False], ids=["on a host", "as on a device"])
+def test_powersgd_is_exchanged_by_batched_products(xp, monkeypatch, memory, reads):
+    """As by the plain functions up to rounding, with one row of the state and with two, a NaN, and dead directions."""
+    shapes, found = ((40, 50), (50, 40), (16, 8, 3, 3), (40, 50, 1), (60, 30)), {}
+    params = {"compressor": "powersgd", "compress_rank": 3, "memory": memory}
+
+    def change(gradients):
+        gradients[-1][f"t{shapes[0]}"].reshape(-1)[5] = float("nan")
+        for mine in gradients:
+            mine[f"t{shapes[1]}"].zero_()  # its directions die
+
+    for use in ("triton", "off"):
+        monkeypatch.setenv("GRACE_KERNELS", use)
+        monkeypatch.setattr(TorchBackend, "can_read_values", reads or use == "off")
+        graces, means = team(params, 2, xp, shapes), []
+        assert [each.group.on_device for each in groups_of(graces[0]).groups] == [True] * (use == "triton")
+        for each in graces:
+            each.track_missing = True
+        for number in range(1, 6):
+            for each in graces:
+                each.defer_commit = number > 3
+            means.append(step(graces, xp, number, change if number in (2, 4) else None, shapes))
+            for each in graces if number > 3 else ():
+                (each.discard if number == 4 else each.commit)()
+        found[use] = means, states(graces), [grace.report().bytes_sent for grace in graces]
+    assert found["triton"][2] == found["off"][2]
+    for one, two in zip(found["triton"][0], found["off"][0], strict=True):
+        for mine, other in zip(one, two, strict=True):
+            for name, mean in mine.items():
+                np.testing.assert_allclose(mean, other[name], 1e-4, 1e-5, err_msg=name)
+        for name in one[0]:
+            np.testing.assert_array_equal(one[0][name], one[1][name])  # all workers have the same mean
+    for one, two in zip(found["triton"][1], found["off"][1], strict=True):
+        for key, array in one.items():
+            np.testing.assert_allclose(array, two[key], 1e-3, 1e-4, err_msg=str(key))

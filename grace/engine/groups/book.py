@@ -186,7 +186,7 @@ class GroupBook:
         if self._triton is None:
             from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
         else:
-            from grace.engine.groups.devices import device_kind as kind_of
+            from grace.engine.groups.device_kinds import device_kind as kind_of
 
         if not self._compresses(unit, level) or unit.dtype != "float32":
             return None

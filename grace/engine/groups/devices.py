@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 
 from grace.backends import Backend
-from grace.communicators.allgather import Allgather
-from grace.communicators.twostage import TwoStage
-from grace.compressors.blockint import BlockInt
-from grace.compressors.eden import Eden
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.core import Array, Compressor, Context, State, apart, run_local
-from grace.core.communicator import Communicator
+from grace.core import Array, Compressor, apart, run_local
 from grace.core.dtypes import ITEMSIZE
 from grace.core.errors import Unavailable
-from grace.core.method import Method
 from grace.core.rng import MASK32, keys, stem
 from grace.engine.groups.cells import RowCell
 from grace.engine.groups.exchanges import (
@@ -34,28 +27,10 @@ from grace.engine.groups.exchanges import (
     TwoStageGroup,
     addresses,
 )
-from grace.engine.groups.kinds import Kind, kind_of
 from grace.engine.groups.native import Message, Point
 
-LARGE = 8192
-"""The largest block that is rotated by one program."""
-METHODS: dict[type, Callable[[Any], bool]] = {
-    EFSignSGD: lambda compressor: True,
-    BlockInt: lambda compressor: True,
-    Eden: lambda compressor: compressor.block_size <= LARGE,
-}
-"""The compressors with kernels of groups, and which of their settings have them."""
 SCALES = 1
 """The place of the scales in the payloads of all of them."""
-
-
-def device_kind(method: Method, communicator: Communicator, ctx: Context, state: State, judged: bool) -> Kind | None:
-    """`kind_of`, on a device."""
-    serves = METHODS.get(type(method.compressor))
-    if serves is None or not serves(method.compressor) or type(communicator) not in GROUPS:
-        return None
-    kind = kind_of(method, communicator, ctx, state, judged)
-    return None if kind is None else kind._replace(group=GROUPS[type(communicator)])
 
 
 class _Draws:
@@ -304,6 +279,3 @@ class DeviceTwoStage(_OnDevice, TwoStageGroup):
     def settle(self, ok: Array | None) -> None:
         super().settle(ok)
         self._means = None
-
-
-GROUPS: dict[type[Communicator], type[CodedGroup]] = {Allgather: DeviceGathered, TwoStage: DeviceTwoStage}

@@ -57,6 +57,11 @@ class RowTable:
         """Addresses for the state after an exchange: the other row, or the current one if it may be overwritten."""
         return self._addresses[self._at[which] ^ self._apart(which), which]
 
+    def arrays(self, which: Indices, after: bool) -> list[Array]:
+        """The rows of `new` if ``after``, else those of `old`."""
+        rows = self._at[which] ^ (self._apart(which) if after else False)
+        return [self._arrays[number][row] for number, row in zip(which, rows, strict=True)]
+
     def advance(self, which: Indices) -> None:
         """Make the rows of `new` the current ones."""
         apart = self._apart(which)

@@ -12,7 +12,7 @@ pytest.importorskip("typer", reason="the command line")
 from support.endings import end
 from typer.testing import CliRunner
 
-from grace.bench import gpu, processes, trainings
+from grace.bench import gpu, processes, text, trainings
 from grace.cli.app import app
 
 
@@ -47,10 +47,38 @@ def test_all_parts_run_to_the_end_on_a_cpu_and_the_result_is_marked(tmp_path):
     for row in exchanged["rows"]:
         assert row["ms"] > 0
         assert row["bytes"] == 2 * row["elements"] if row["method"] == gpu.BASELINE else row["bytes"] > 0
+    learnt = found["training"]
+    assert not learnt["left_out"]
+    assert [row["method"] for row in learnt["rows"]] == list(text.METHODS)
+    for row in learnt["rows"]:
+        assert len(row["losses"]) == text.QUICK.steps
+        assert row["losses"][-1] < row["losses"][0] - 0.5
+        assert abs(row["losses"][-1] - learnt["rows"][0]["losses"][-1]) < 0.5
+    sent = {row["method"]: row["bytes_per_step"] for row in learnt["rows"]}
+    assert (
+        sent["diloco, blockint, 4 bits"]
+        < sent["eden, 3 bits"]
+        < sent["blockint, 4 bits"]
+        < sent["fp16"]
+        < sent["dense"]
+    )
     assert "A CPU: a test of the command, no result of a GPU" in said
     refused = call("--show", file, status=2)
     assert "none of these files is of a GPU" in refused
     assert "no result of a GPU" in call("--show", file, "--backend", "cpu")
+
+
+@pytest.mark.processes
+def test_a_part_runs_alone(tmp_path):
+    file = tmp_path / "cpu.json"
+    said = call("--backend", "cpu", "--quick", "--part", "training", "--output", file)
+    found = json.loads(file.read_text())
+    assert found["complete"]
+    assert found["parts"] == ["training"]
+    assert not {"laws", "kernels", "times", "trainings", "exchange"} & found.keys()
+    assert "| dense |" in said
+    assert "| dense |" in call("--show", file, "--backend", "cpu")
+    assert "choose from kernels, loops, steps, training" in call("--backend", "cpu", "--part", "nothing", status=2)
 
 
 def test_without_a_device_nothing_is_measured(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ import numpy as np
 
 from grace.backends import get_backend
 from grace.bench import kernels as bench
-from grace.bench import plan, processes
+from grace.bench import plan, processes, text
 from grace.bench import trainings as loops
 from grace.bench.subjects import backend, cuda_of, drive, gradient, own, stepper
 from grace.core import Context
@@ -57,6 +57,8 @@ EXCHANGED = {
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
     "eden, 3 bits": {"compressor": "eden", "bits": 3, "block_size": 64},
 }
+PARTS = ("kernels", "loops", "steps", "training")
+"""What can be run alone: laws, bits and times of kernels; loops as on the CPU; steps of two processes; a training."""
 BUCKET = 25 * 2**20 // 4
 """Elements of each of the baseline's buckets."""
 WARM_UPS, STEPS = 3, 20
@@ -93,44 +95,69 @@ class Run:
 
 
 def measure(
-    device: str, quick: bool, minutes: float, output: Path | None, progress: Callable[[str], None] = lambda text: None
+    device: str,
+    quick: bool,
+    minutes: float,
+    output: Path | None,
+    progress: Callable[[str], None] = lambda text: None,
+    parts: Sequence[str] = PARTS,
 ) -> dict[str, Any]:
-    """Run all parts on "cuda" or "cpu"; ``quick``: small tensors, few methods. RuntimeError if there is no device."""
+    """Run some `PARTS` on "cuda" or "cpu"; ``quick``: small tensors, few methods. RuntimeError without a device."""
     run = Run("torch" if device == "cpu" else device, quick, output, progress)
     began = time.monotonic()
-    left = lambda share: share * (60 * minutes - (time.monotonic() - began))  # noqa: E731
-    run.keep("laws", laws(run, left(0.3)))
-    run.keep("kernels", same_bits(run))
-    run.keep("trainings", trainings(run, left(0.2)))
-    run.keep("times", times(run, left(0.6)))
-    run.keep("exchange", exchanges(run, left(0.9)))
+
+    def left(share: float) -> float:
+        # Seconds for a part: ``share`` of the rest if all parts are run.
+        rest = 60 * minutes - (time.monotonic() - began)
+        return share * rest if len(parts) > 1 else rest
+
+    run.data["parts"] = list(parts)
+    if "kernels" in parts:
+        run.keep("laws", laws(run, left(0.25) if len(parts) > 1 else 0.4 * left(1)))
+        run.keep("kernels", same_bits(run))
+        run.keep("times", times(run, left(0.4) if len(parts) > 1 else 0.9 * left(1)))
+    if "loops" in parts:
+        run.keep("trainings", trainings(run, left(0.25)))
+    if "steps" in parts:
+        run.keep("exchange", exchanges(run, left(0.5)))
+    if "training" in parts:
+        run.keep("training", learning(run, left(0.9)))
     run.data["complete"], run.data["seconds"] = True, round(time.monotonic() - began, 1)
     run.save()
     return run.data
 
 
 def failures(data: Mapping[str, Any]) -> list[str]:
-    """Descriptions of everything that failed."""
-    found = [f"law: {each}" for each in data["laws"]["broken"]]
-    found += [f"kernels: {each['case']} differs" for each in data["kernels"]["cases"] if not each["equal"]]
+    """Descriptions of everything that failed in the parts that were run."""
+    found = [f"law: {each}" for each in data.get("laws", {"broken": ()})["broken"]]
+    cases = data.get("kernels", {"cases": ()})["cases"]
+    found += [f"kernels: {each['case']} differs" for each in cases if not each["equal"]]
     for each in differing(data):
         difference = f"{each['difference']:.2g}"
         found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: differs by {difference}")
-    failed = [each for each in data["trainings"]["left_out"] if processes.NO_TIME not in each["reason"]]
-    found += [f"trainings: {each['network']}: {each['reason']}" for each in failed]
+    for part in ("trainings", "training"):
+        failed = [each for each in _left_out(data, part) if processes.NO_TIME not in each["reason"]]
+        found += [f"{part}: {each['network']}: {each['reason']}" for each in failed]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
+    return found
+
+
+def _left_out(data: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = data.get(part, {"left_out": []})["left_out"]
     return found
 
 
 def differing(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Trainings that ended otherwise than on the CPU."""
     # `not <=`: a difference may be NaN.
-    return [each for each in data["trainings"]["rows"] if not each["difference"] <= loops.TOLERANCE]
+    rows = data.get("trainings", {"rows": []})["rows"]
+    return [each for each in rows if not each["difference"] <= loops.TOLERANCE]
 
 
 def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Methods with a fixed payload length in which the host waited for the device."""
-    return [each for each in data["times"]["records"] if each["host_waits"] and not each["variable_length"]]
+    records = data.get("times", {"records": []})["records"]
+    return [each for each in records if each["host_waits"] and not each["variable_length"]]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -261,6 +288,13 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
     return {"rows": rows, "left_out": left_out}
 
 
+def learning(run: Run, seconds: float) -> dict[str, Any]:
+    """Train `text.Bytes` in two processes on one device over gloo, once for each of `text.METHODS`."""
+    run.progress("training of two processes over gloo")
+    rows, reason = processes.measure(text.measurements, 2, seconds, "gloo", run.device_type, run.quick)
+    return {"rows": rows, "left_out": [{"network": "gloo", "reason": reason}] if reason else []}
+
+
 def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     """The parameters' shapes of ResNet-50 and of GPT-2 with 124 million; ``quick``: only 12 small ones of each."""
     found = {}
@@ -334,44 +368,75 @@ def tables(data: Mapping[str, Any]) -> str:
     head = f"**{data['device']}**" if data["gpu"] else "**A CPU: a test of the command, no result of a GPU**"
     if not data["complete"]:
         return f"{head}: the run did not end"
-    laws, cases, rows = data["laws"], data["kernels"]["cases"], data["trainings"]["rows"]
-    missing = data["trainings"]["left_out"]
-    summary = (
-        f"{head}{', small tensors' * data['quick']}, PyTorch {data['machine'].get('torch', '?')}, "
-        f"{data['seconds']:.0f} s. Laws: {laws['held']} hold, {len(laws['broken'])} broken, "
-        f"{len(laws['left_out'])} methods not reached. Kernels ({data['kernels']['isa'] or 'none here'}): "
-        f"{sum(case['equal'] for case in cases)} of {len(cases)} cases equal the plain functions. Trainings: "
-        f"{len(rows) - len(differing(data))} of {len(rows)} end as on the CPU{', others did not run' * bool(missing)}. "
-        f"The host waits in {len(waiting(data))} methods of a fixed length."
-    )
     lines = [
-        summary,
-        "",
-        f"Times in copies of {data['times']['elements']:,} elements on the device:",
-        "",
-        "| method | bits per element | encode | decode | host waits |",
-        "|---|---|---|---|---|",
+        f"{head}{', small tensors' * data['quick']}, PyTorch {data['machine'].get('torch', '?')}, "
+        f"{data['seconds']:.0f} s. {' '.join(_sentences(data))}".rstrip()
     ]
-    for record in data["times"]["records"]:
-        times = [
+    if "times" in data:
+        lines += _times_table(data["times"])
+    if "exchange" in data:
+        lines += _steps_table(data["exchange"])
+    if "training" in data:
+        lines += _losses_table(data["training"])
+    for part in ("trainings", "exchange", "training"):
+        lines += [f"\n{part} over {each['network']}, left out: {each['reason']}" for each in _left_out(data, part)]
+    return "\n".join(lines) + "\n"
+
+
+def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
+    if "laws" in data:
+        laws, cases = data["laws"], data["kernels"]["cases"]
+        yield f"Laws: {laws['held']} hold, {len(laws['broken'])} broken, {len(laws['left_out'])} methods not reached."
+        equal = sum(case["equal"] for case in cases)
+        isa = data["kernels"]["isa"] or "none here"
+        yield f"Kernels ({isa}): {equal} of {len(cases)} cases equal the plain functions."
+    if "trainings" in data:
+        rows, others = data["trainings"]["rows"], ", others did not run" * bool(_left_out(data, "trainings"))
+        yield f"Trainings: {len(rows) - len(differing(data))} of {len(rows)} end as on the CPU{others}."
+    if "times" in data:
+        yield f"The host waits in {len(waiting(data))} methods of a fixed length."
+
+
+def _times_table(times: Mapping[str, Any]) -> list[str]:
+    lines = ["", f"Times in copies of {times['elements']:,} elements on the device:", ""]
+    lines += ["| method | bits per element | encode | decode | host waits |", "|---|---|---|---|---|"]
+    for record in times["records"]:
+        found = [
             "" if not record[key] else f"{bench.multiple(record, key):.3g}"
             for key in (("encode", "decode") if record["encode"] else ("step", "decode"))
         ]
         waits = "not counted" if record["host_waits"] is None else record["host_waits"]
-        cells = [record["label"], f"{record['bits_per_element']:.3g}", *times, str(waits)]
+        cells = [record["label"], f"{record['bits_per_element']:.3g}", *found, str(waits)]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Steps of two processes on this device:", ""]
+    return lines
+
+
+def _steps_table(exchange: Mapping[str, Any]) -> list[str]:
+    lines = ["", "Steps of two processes on this device:", ""]
     lines += ["| model | network | method | ms | against bf16 | bytes |", "|---|---|---|---|---|---|"]
     base: dict[Any, float] = {}
-    for row in data["exchange"]["rows"]:
+    for row in exchange["rows"]:
         if row["method"] == BASELINE:
             base[row["model"], row["network"]] = row["ms"]
         ratio = f"{base[row['model'], row['network']] / row['ms']:.2f}"
         cells = [row["model"], row["network"], row["method"], f"{row['ms']:.3g}", ratio, f"{row['bytes']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    for what, part in (("trainings", missing), ("exchange", data["exchange"]["left_out"])):
-        lines += [f"\n{what} over {each['network']}, left out: {each['reason']}" for each in part]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _losses_table(training: Mapping[str, Any]) -> list[str]:
+    rows = training["rows"]
+    if not rows:
+        return []
+    steps = len(rows[0]["losses"])
+    shown = [max(1, steps * share // 4) for share in range(1, 5)]
+    lines = ["", f"Loss in nats per byte of {rows[0]['parameters']:,} parameters, two processes, after steps:", ""]
+    lines += [f"| method | {' | '.join(map(str, shown))} | seconds | bytes per step |", "|---" * (len(shown) + 3) + "|"]
+    for row in rows:
+        losses = [f"{statistics.fmean(row['losses'][max(0, at - 10) : at]):.3f}" for at in shown]
+        cells = [row["method"], *losses, f"{row['seconds']:.3g}", f"{row['bytes_per_step']:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def read(files: Sequence[Path]) -> list[dict[str, Any]]:

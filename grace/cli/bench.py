@@ -161,6 +161,9 @@ def gpu(
     files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="With --show: results.")] = None,
     backend: Annotated[str, typer.Option(help="cuda, or cpu to test the command itself.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Small tensors and few methods.")] = False,
+    part: Annotated[
+        str, typer.Option(help="What to run: kernels, loops, steps, training, or several with commas.")
+    ] = "kernels,loops,steps,training",
     minutes: Annotated[
         float, typer.Option(min=0.1, callback=inputs.finite("of minutes"), help="About how long it may take.")
     ] = 9.0,
@@ -180,7 +183,8 @@ def gpu(
     """Test methods, kernels and training runs on a CUDA device, time methods and exchanges, and write one file."""
     listed(backend, ("cuda", "cpu"), "--backend")
     if show_only:
-        inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})
+        others = {"quick": "--quick", "part": "--part", "minutes": "--minutes", "output": "--output"}
+        inputs.alone(context, "--show", others)
         _show_gpu(files or sorted(Path("benchmarks/results").glob("gpu-*.json")), backend == "cpu", as_json)
         return
     if files:
@@ -189,6 +193,7 @@ def gpu(
         raise typer.BadParameter(f"PyTorch is missing: {bench.REMEDIES['torch']}")
     from grace.bench import gpu as device
 
+    parts = listed(part, device.PARTS, "--part")
     if backend == "cuda":
         import torch
 
@@ -209,7 +214,7 @@ def gpu(
             console.print(text, markup=False, highlight=False)
         said[0] = text
 
-    found = device.measure(backend, quick, minutes, output, progress)
+    found = device.measure(backend, quick, minutes, output, progress, parts)
     print(json.dumps(found, indent=2) if as_json else device.tables(found))
     for failure in (failures := device.failures(found)):
         console.print(failure, markup=False)

@@ -572,6 +572,23 @@ def test_rows_keep_what_was_before(name):
 
 
 # -- calls from a table -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_flag_decides_between_rows(name, counts):
+    """As on a device, whose flag the host does not read; an array without an undecided exchange stays as it is."""
+    xp = backend(name)
+    table = RowTable(xp)
+    moved, still = (table.add(xp.full(3, value)) for value in (1.0, 5.0))
+    table.hold([0, 1])
+    moved.assign(xp.full(3, 2.0))
+    table.choose(xp.asarray(counts, "bool"), [0, 1])
+    np.testing.assert_array_equal(xp.to_numpy(moved.read()), [2 if counts else 1] * 3)
+    np.testing.assert_array_equal(xp.to_numpy(still.read()), [5] * 3)
+    moved.assign(xp.full(3, 7.0))
+    table.restore()  # decided: nothing is restored
+    np.testing.assert_array_equal(xp.to_numpy(moved.read()), [7] * 3)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_make_each_call_once(threads):
     found = library()

@@ -3,6 +3,7 @@
 Run by tests/test_triton.py, as tests of pytest.
 """
 
+import ctypes
 import os
 
 # Triton reads this when it is imported, so it must not be set in a shared process.
@@ -18,7 +19,7 @@ from test_native_groups import drawn, equal, groups_of, step, team
 from grace.backends import get_backend
 from grace.backends.torch import TorchBackend
 from grace.core import Context
-from grace.engine.groups.devices import DeviceDecoder, DeviceEncoder
+from grace.engine.groups.devices import DeviceCoding, DeviceDecoder, DeviceEncoder
 from grace.engine.groups.native import Decoder, Encoder, Message, Point
 from grace.engine.groups.recipes import recipe
 from grace.factory import grace_from_params
@@ -306,6 +307,19 @@ def test_a_step_takes_the_same_launches_for_any_number_of_tensors(xp, monkeypatc
         launched.clear()
         step(graces, xp, 1, sizes=sizes)
         assert len(launched) == launches
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_messages_are_copied_where_their_numbers_are_not_aligned(xp, odd):
+    """A device cannot load them; two messages of one round may follow each other without padding."""
+    whole = [torch.arange(40, dtype=torch.uint8) + rank for rank in range(2)]
+    received = [(each[odd : odd + 32],) for each in whole]
+    landed = DeviceCoding(xp, None, None).landed(received, 1)
+    assert not (landed.addresses % 4).any()
+    same_place = [int(at) == array.data_ptr() for at, (array,) in zip(landed.addresses, received, strict=True)]
+    assert same_place == [not odd] * 2
+    for at, (array,) in zip(landed.addresses.tolist(), received, strict=True):
+        assert bytes((ctypes.c_char * 32).from_address(at)) == bytes(array.tolist())
 
 
 @pytest.mark.filterwarnings("ignore:'powersgd' without error feedback")

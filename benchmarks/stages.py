@@ -31,9 +31,10 @@ from grace.torch import Boundary
 WIDTH = 64
 
 
-def bits(n: int) -> dict[str, Any]:
-    """n bits, with a scale for each row of the last axis."""
-    return {"compressor": "blockint", "bits": n, "block_size": WIDTH}
+def bits(n: int, levels: int = 0) -> dict[str, Any]:
+    """n bits, with a scale for each row of the last axis. ``levels``: their number; 0: the default."""
+    given = {"levels": levels} if levels else {}
+    return {"compressor": "blockint", "bits": n, "block_size": WIDTH, **given}
 
 
 def top(percent: int) -> dict[str, Any]:
@@ -49,6 +50,9 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "2 bits, gradients 8": {"forward": bits(2), "backward": bits(8)},
     "8 bits, gradients 2": {"forward": bits(8), "backward": bits(2)},
     "2 bits by aq, gradients 8": {"forward": bits(2), "backward": bits(8), "feedback": "aq"},
+    "2 bits of 4 levels, gradients 8": {"forward": bits(2, 4), "backward": bits(8)},
+    "8 bits, gradients 2 of 4 levels": {"forward": bits(8), "backward": bits(2, 4)},
+    "2 bits of 4 levels by aq, gradients 8": {"forward": bits(2, 4), "backward": bits(8), "feedback": "aq"},
     "top 30 %": {"forward": top(30), "backward": top(30)},
     "top 20 %": {"forward": top(20), "backward": top(20)},
     "top 10 %": {"forward": top(10), "backward": top(10)},

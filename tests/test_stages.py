@@ -9,8 +9,10 @@ import pytest
 from launch import launch
 from methods import BACKENDS, backend
 
+from grace.core import Context
 from grace.core.registry import compressors
 from grace.stages import Codec, End, directions
+from grace.testing import check_compressor
 
 ROOT = Path(__file__).parent.parent
 B4 = {"compressor": "blockint", "bits": 4}
@@ -174,6 +176,8 @@ def test_debug_finds_a_buffer_that_differs():
         ({"forward": "adacomp"}, "keeps a state of one tensor"),
         ({"forward": {"compressor": "topk", "memory": "residual"}}, "stages have no memory"),
         ({"forward": {"compressor": "topk", "bits": 4}}, "forward: key 'bits' belongs to"),
+        ({"forward": {**B4, "levels": 4}}, "levels=4: bits=4 have 15 or 16"),
+        ({"forward": {**B4, "levels": 16, "rounding": "stochastic"}}, "would be biased"),
         ({"forward": "topkk"}, "did you mean 'topk'"),
         ({"feedback": "ef22"}, "choose one of none, ef, ef21, aq"),
         ({"feedback": "aq"}, "give samples"),
@@ -186,6 +190,29 @@ def test_debug_finds_a_buffer_that_differs():
 def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(ValueError, match=message):
         directions(**settings)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_all_levels_are_those_of_aq_sgd(bits):
+    top, blockint = 2 ** (bits - 1), {"compressor": "blockint", "bits": bits, "block_size": 64}
+    x = np.random.default_rng(0).standard_normal((200, 64)).astype("f")
+    ctx = Context(xp=backend("numpy"), name="edge", shape=x.shape)
+    found, payloads = {}, {}
+    for levels in (2 * top - 1, 2 * top):
+        made = directions({**blockint, "levels": levels}, None)[0].compressor
+        (payloads[levels],) = Codec(made).compress(x.reshape(-1), ctx)
+        found[levels] = made.decompress(payloads[levels], ctx).reshape(x.shape)
+    shapes = [[(array.shape, array.dtype) for array in each] for each in payloads.values()]
+    assert shapes[0] == shapes[1], "the format on the wire"
+    scale = abs(x).max(1, keepdims=True)
+    expected = np.clip(np.round(x / scale * top), -top, top - 1) / top * scale
+    np.testing.assert_allclose(found[2 * top], expected, atol=1e-6)
+    plain = directions(blockint, None)[0].compressor
+    assert directions({**blockint, "levels": 2 * top - 1}, None)[0].compressor == plain != made
+    if bits == 2:
+        errors = [np.linalg.norm(x - each) / np.linalg.norm(x) for each in found.values()]
+        assert errors == pytest.approx([0.72, 0.41], abs=0.01)
+    check_compressor(made, ["numpy"])
 
 
 def test_most_methods_cross_an_edge():

@@ -62,12 +62,13 @@ class BlockInt(Rounded):
         scale = xp.max_abs(rows)
         relative = rows / blocks.divisor(xp, scale)
         steps = blocks.flat(xp, xp.inplace.multiply(relative, float(self.top)), n)
-        steps = (
-            xp.inplace.floor(xp.inplace.add(steps, ctx.rng("round").noise(n)))
-            if self.traits.unbiased
-            else xp.round(steps)
-        )
-        return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
+        return (pack(xp, self.bits, xp.cast(self._codes(steps, ctx), "int8")), scale), state
+
+    def _codes(self, steps: Array, ctx: Context) -> Array:
+        xp = ctx.xp
+        if self.traits.unbiased:
+            return xp.inplace.floor(xp.inplace.add(steps, ctx.rng("round").noise(ctx.size)))
+        return xp.round(steps)
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size

@@ -13,13 +13,14 @@ Activation Quantization with Guarantees", NeurIPS 2022, arXiv:2206.01299, algori
 
 from __future__ import annotations
 
-from grace.stages.codec import FEEDBACKS, Codec, ExampleTopK, receive, send
+from grace.stages.codec import FEEDBACKS, AllLevels, Codec, ExampleTopK, receive, send
 from grace.stages.ends import EdgeBytes, End, Report
 from grace.stages.settings import INT8, Direction, directions
 
 __all__ = [
     "FEEDBACKS",
     "INT8",
+    "AllLevels",
     "Codec",
     "Direction",
     "EdgeBytes",

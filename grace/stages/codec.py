@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from grace.compressors.blockint import BlockInt
 from grace.compressors.sparse import EXACT, Placed, kept
 from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.gathered import Layout
@@ -52,6 +53,33 @@ class ExampleTopK(Placed):
         # Returns the number of examples, of elements per example, and of sent elements per example.
         n = math.prod(ctx.shape[1:])
         return ctx.shape[0], n, kept(self.compress_ratio, n)
+
+
+@dataclass(frozen=True)
+class AllLevels(BlockInt):
+    """Round as `blockint`, but to all 2**bits levels: those of AQ-SGD, of which 0 is one and the largest magnitude not.
+
+    Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L - 1 with L = 2**(bits - 1); scales float32[m]. A
+    code stands for code * (scale / L), so an element of scale itself becomes (1 - 1 / L) * scale.
+    Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with Guarantees", 2022,
+    arXiv:2206.01299, by the code of its authors.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding != "nearest":
+            raise ValueError(f"levels={2**self.bits}: rounding={self.rounding!r} would be biased: leave it out")
+
+    @property
+    def top(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def contraction(self, n: int) -> float | None:
+        # No element's error exceeds the element, and that of the largest is at most 1 / L of it.
+        return (1 - 1 / self.top**2) / max(1, min(n, self.traits.block_size or n))
+
+    def _codes(self, steps: Array, ctx: Context) -> Array:
+        return ctx.xp.minimum(super()._codes(steps, ctx), float(self.top - 1))
 
 
 @dataclass(frozen=True)

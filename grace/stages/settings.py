@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends import get_backend
+from grace.compressors.blockint import BlockInt
 from grace.compressors.topk import TopK
 from grace.core import Combine, Compressor, Context, name_of
 from grace.core.program import as_program
 from grace.core.registry import compressors, take, unknown_key
-from grace.stages.codec import FEEDBACKS, Codec, ExampleTopK
+from grace.stages.codec import FEEDBACKS, AllLevels, Codec, ExampleTopK
 
 INT8: Mapping[str, Any] = {"compressor": "blockint", "bits": 8}
 """The default compression of both directions."""
@@ -52,12 +53,20 @@ class Direction:
 def compressor_of(choice: Choice, what: str) -> Compressor:
     """A compressor from a dictionary, name or instance; ``what``: "forward" or "backward". None: no compression.
 
+    `blockint` also takes ``levels``: 2**bits - 1, symmetric about 0, or 2**bits, those of AQ-SGD (`AllLevels`).
     ValueError for a method that needs other workers, or a state of its own.
     """
     rest: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"compressor": choice or "none"}
     if "memory" in rest:
         raise ValueError(f"{what}: stages have no memory: leave it out, and choose feedback='ef' or 'ef21'")
     compressor: Compressor = take(compressors, rest.pop("compressor", "none"), rest)
+    if type(compressor) is BlockInt and "levels" in rest:
+        levels, most = rest.pop("levels"), 2**compressor.bits
+        if levels not in (most - 1, most):
+            raise ValueError(f"{what}: levels={levels!r}: bits={compressor.bits} have {most - 1} or {most}")
+        compressor = (
+            compressor if levels < most else AllLevels(compressor.block_size, compressor.rounding, compressor.bits)
+        )
     if rest:
         raise ValueError(f"{what}: {unknown_key(next(iter(rest)), compressor)}")
     if isinstance(compressor, TopK) and compressor.selector == "exact":

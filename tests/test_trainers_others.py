@@ -47,6 +47,18 @@ def test_fabric_sends_less(found):
     assert all(4.5 < worker["fabric ratio"] < 5.1 for worker in found)  # a tenth of the values and their positions
 
 
+def test_a_checkpoint_of_one_worker_is_resharded_for_two(found):
+    for worker in found:
+        steps, norms = worker["accelerate one to two"]
+        assert steps == 1
+        assert norms[0] == pytest.approx((0.9 * 1280) ** 0.5 / 2), "nine tenths of the ones, a half for each"
+
+
+def test_a_step_that_a_loss_scaler_skips_leaves_no_trace(found):
+    for worker in found:
+        assert worker["skipped"] == (True, True, 2)
+
+
 def test_accelerate_keeps_the_options_of_ddp(found):
     assert all(worker["accelerate options"] for worker in found)
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import torch
 from launch import error_of, join_torch, leave_gloo, save
@@ -43,7 +44,7 @@ def loss_of(model, x, y):
 
 
 # Accelerate: two passes a step, clipping, evaluation in between; checkpoint after the third step.
-def accelerated(params=None, first=0, last=STEPS, bare=False):
+def accelerated(params=None, first=0, last=STEPS, bare=False, folder=out / "accelerate"):
     handler = DistributedDataParallelKwargs(bucket_cap_mb=1, find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[handler])
     hook = None
@@ -53,7 +54,7 @@ def accelerated(params=None, first=0, last=STEPS, bare=False):
     model = net()
     model, optimizer, batches = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2), BATCHES)
     if first:
-        accelerator.load_state(str(out / "accelerate"))
+        accelerator.load_state(str(folder))
     losses = []
     for number, (x, y) in enumerate(batches):
         if not 2 * first <= number < 2 * last:
@@ -90,6 +91,16 @@ found["accelerate resumed"] = (torch.equal(whole, resumed), again.grace.steps, n
 found["accelerate norms"] = norms[0]
 found["accelerate bare"] = torch.equal(accelerated(TOPK, bare=True)[0], whole)
 found["accelerate files"] = sorted(each.name for each in (out / "accelerate" / "grace").glob("*/*"))
+if rank == 0:  # as if one worker had trained so far
+    copytree(out / "accelerate", out / "alone", ignore=lambda folder, names: ["grace"])
+    alone = grace.grace_from_params(TOPK, "local")
+    ones = {name: torch.ones_like(p) for name, p in net().named_parameters()}
+    alone.build(ones)
+    alone.step(ones)
+    grace.checkpoint.save(alone, out / "alone" / "grace", keep=0)
+torch.distributed.barrier()
+_, _, hook, _ = accelerated(TOPK, first=3, last=3, folder=out / "alone")
+found["accelerate one to two"] = (hook.grace.steps, [each.residual_norm for each in hook.grace.report().tensors])
 accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
 found["accelerate hook"] = error_of(grace.torch.AccelerateHook, TOPK, accelerator)
 found["accelerate local"] = error_of(grace.torch.AccelerateHook, {"local": {"sync_every": 2}, "compressor": "none"})
@@ -204,6 +215,24 @@ whole, grc = fabricated(TOPK)
 resumed, again = fabricated(TOPK, 3)
 found["fabric resumed"] = (torch.equal(whole, resumed), again.steps)
 found["fabric ratio"] = grc.report().ratio
+
+
+# A loss scaler skips the second of three steps, of which worker 0's loss is not finite.
+def scaled(losses):
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    grc = grace.torch.compress(model, TOPK)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in losses:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, X[rank::2], Y[rank::2]) * (factor if rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update(8.0)  # residuals are in the loss's scale
+    return flat(model), [each.residual_norm for each in grc.report().tensors], grc.steps
+
+
+skipped, plain = scaled([1.0, float("inf"), 1.0]), scaled([1.0, 1.0])
+found["skipped"] = (torch.equal(skipped[0], plain[0]), skipped[1] == plain[1], skipped[2])
 
 # What is refused, on all workers.
 found["plain"] = error_of(grace.torch.compress, net(), TOPK)

@@ -100,8 +100,7 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
     )
     watch = Watch(grc, options.epochs, steps, tell)
     callbacks = [grace.keras.BroadcastCallback(0), grace.keras.MetricAverageCallback(), watch]
-    if grc.policy is not None:  # `auto`
-        callbacks.append(grace.keras.PolicyCallback())
+    callbacks.append(grace.keras.PolicyCallback())  # for `auto`; others have no policy
     began = time.perf_counter()
     model.fit(
         images[:kept, ..., None],

@@ -30,17 +30,31 @@ PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
 TASKS = ROOT / "docs" / "benchmarks-tasks.md"
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
-ALL = "[commands, and each training](benchmarks-tasks.md#measured)."
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
 CELL = ("task", "toolkit", "workers")
+FEW = ("dense", "fp16", "auto", "blockint:bits=4", "eden:bits=3,block_size=64")
+"""Methods of which one table compares the time to quality."""
+SHORT = {
+    "fp16": "fp16",
+    "auto": "auto",
+    "blockint:bits=4": "int4",
+    "eden:bits=4": "eden 4 bits",
+    "eden:bits=3,block_size=64": "eden 3 bits",
+    "eden:bits=2,block_size=64": "eden 2 bits",
+    "powersgd:compress_rank=16": "PowerSGD rank 16",
+}
+"""Names that a phone shows on one line."""
 
 
 def load(folder: Path = STORE) -> list[dict[str, Any]]:
     """The runs that are stored; ValueError for a file of another form."""
     runs = []
-    for file in (*sorted(folder.glob("tasks-*.json")), *sorted(folder.glob("*-workers.json"))):
+    for file in (
+        *sorted(folder.glob("tasks-*.json")),
+        *sorted(folder.glob("*-workers.json")),
+    ):
         run = json.loads(file.read_text())
         if run.get("schema") != results.SCHEMA or not all(isinstance(run.get(key), str) for key in ABOUT):
             raise ValueError(f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}")
@@ -71,7 +85,10 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for method, both in pairs.items():
         losses: dict[tuple[Any, ...], float] = {}
-        for row, base in both:  # a method that measures the links is trained at each rate
+        for (
+            row,
+            base,
+        ) in both:  # a method that measures the links is trained at each rate
             cell = tuple(row[key] for key in CELL)
             losses[cell] = max(loss(row, base), losses.get(cell, float("-inf")))
         means = {}
@@ -108,7 +125,10 @@ def choice(found: Iterable[dict[str, Any]], elsewhere: Iterable[dict[str, Any]],
     exchange gradients in every step, and that a user names.
     """
     found = list(found)
-    others, tasks = {line["method"]: line["worst"] for line in elsewhere}, max(line["tasks"] for line in found)
+    others, tasks = (
+        {line["method"]: line["worst"] for line in elsewhere},
+        max(line["tasks"] for line in found),
+    )
     fit = (
         line
         for line in found
@@ -136,21 +156,52 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | N
     return found
 
 
+def common(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of FEW in the trainings and rates that all of them have."""
+    rows = [row for row in rows if row["method"] in FEW]
+    shared = set.intersection(*({_cell(row) for row in rows if row["method"] == method} for method in FEW))
+    return [row for row in rows if _cell(row) in shared]
+
+
 def times(rows: list[dict[str, Any]]) -> list[str]:
-    """The paragraphs on time to quality, a table for each toolkit and number of workers; none without times."""
-    settings = dict.fromkeys((row["toolkit"], row["workers"]) for row in rows)
-    parts = []
-    for kit, workers in settings:
-        found = speeds(row for row in rows if (row["toolkit"], row["workers"]) == (kit, workers))
-        rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
-        if rates:
-            body = [[f"`{method}`", *(_speed(each.get(rate, [])) for rate in rates)] for method, each in found.items()]
-            parts += [f"{NAMES[kit]} with {workers} workers:", _table(["method", *rates], body)]
+    """The paragraph on time to quality, and its table; none without the methods that it compares."""
+    if not {row["method"] for row in rows}.issuperset(FEW):
+        return []
+    found = speeds(common(rows))
+    rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
     above = (
-        f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}, at each rate "
-        "of the links: the geometric mean over the tasks that reached it, with their number if some did not."
+        f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}: the "
+        f"geometric mean over the {len(found['dense'][rates[0]])} trainings that these methods have "
+        "([each one](benchmarks-tasks.md#measured), with the commands):"
     )
-    return [above, *parts] if parts else []
+    body = [[f"`{method}`", *(_speed(found[method].get(rate, [])) for rate in rates)] for method in FEW]
+    return [above, _table(["method", *rates], body)]
+
+
+def by_task(runs: list[dict[str, Any]]) -> str:
+    """By toolkit, workers and rate: how many times sooner than dense in each task; "never" where it was not."""
+    rows, parts = [row for run in runs for row in run["results"]], []
+    for kit, workers in dict.fromkeys((row["toolkit"], row["workers"]) for row in rows):
+        mine = [row for row in rows if (row["toolkit"], row["workers"]) == (kit, workers)]
+        tasks = list(dict.fromkeys(row["task"] for row in mine))
+        each = {task: speeds(row for row in mine if row["task"] == task) for task in tasks}
+        for rate in sorted({row["bandwidth"] for row in mine}, key=bits_per_second):
+            body = [
+                [
+                    name,
+                    *(_speed(each[task].get(method, {}).get(rate, [])).split(" (")[0] for task in tasks),
+                ]
+                for method, name in SHORT.items()
+                if any(row["method"] == method for row in mine)
+            ]
+            parts += [
+                f"**{NAMES[kit]}, {workers} workers, {rate}**",
+                _table(["method", *tasks], body),
+            ]
+    for run in runs:
+        command, semicolon, rest = run["command"].partition(";")
+        parts.append(f"Measured {run['date']} by `{command}`{semicolon}{rest}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _speed(speeds: list[float | None]) -> str:
@@ -180,14 +231,25 @@ def text(runs: list[dict[str, Any]]) -> str:
     )
     best = [(limit, choice(found, elsewhere, limit)) for limit in LIMITS]
     body = [
-        [f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}", f"{1 / line['seconds']:.1f}"]
+        [
+            f"{limit:.0%}",
+            params(line["method"]),
+            f"1/{1 / line['bytes']:.0f}",
+            f"{1 / line['seconds']:.1f}",
+        ]
         for limit, line in best
     ]
-    heads = ["worse by at most", "begin with", "bytes on the wire, relative to dense", "times as fast as dense"]
+    heads = [
+        "worse by at most",
+        "begin with",
+        "bytes on the wire, relative to dense",
+        "times as fast as dense",
+    ]
     parts = [about, _table(heads, body)]
     for some, each in ((main, found), (rest, elsewhere)):
         parts += _losses(some, each) + times(some) if some else []
-    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: {ALL}" for run in runs]
+    run = runs[0]
+    parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -209,7 +271,14 @@ def _losses(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str
         losses = [[value for cell, value in line["losses"].items() if cell[0] == task] for task in tasks]
         shown = ["" if not each else _percent(max(each)) for each in losses]
         count = len({cell[1:] for cell in line["losses"]})
-        body.append([f"`{line['method']}`", *shown, f"{count} of {len(cells)}", f"{line['bytes']:.2f}"])
+        body.append(
+            [
+                f"`{line['method']}`",
+                *shown,
+                f"{count} of {len(cells)}",
+                f"{line['bytes']:.2f}",
+            ]
+        )
     heads = ["method", *tasks, "settings", "bytes"]
     return [above.rstrip(), _table(heads, body)]
 
@@ -235,37 +304,10 @@ def _table(heads: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body])
 
 
-def _command(told: str) -> str:
-    # The command as code; what is said after it as prose.
-    command, semicolon, rest = told.partition(";")
-    return f"`{command}`{semicolon}{rest}{'' if rest.endswith('.') or not rest else '.'}"
-
-
-def by_task(runs: list[dict[str, Any]]) -> str:
-    """By toolkit, workers and rate: how many times sooner than dense in each task; "never" where it was not."""
-    rows, parts = [row for run in runs for row in run["results"]], []
-    dense = {_cell(row): row for row in rows if row["method"] == "dense"}
-    settings = dict.fromkeys((row["toolkit"], row["workers"], row["bandwidth"]) for row in rows)
-    for setting in sorted(settings, key=lambda each: (each[0] != "torch", each[1], bits_per_second(each[2]))):
-        mine = [row for row in rows if (row["toolkit"], row["workers"], row["bandwidth"]) == setting]
-        names = list(dict.fromkeys(row["task"] for row in mine))
-        body: dict[str, dict[str, str]] = {}
-        for row in mine:
-            base, own = dense[_cell(row)]["seconds_to_relative"], row["seconds_to_relative"]
-            if row["method"] != "dense":
-                body.setdefault(row["method"], {})[row["task"]] = "never" if own is None else f"{base / own:.2f}"
-        toolkit, workers, bandwidth = setting
-        parts.append(f"**{NAMES[toolkit]}, {workers} workers, {bandwidth}**")
-        lines = [[f"`{method}`", *(cells.get(name, "") for name in names)] for method, cells in body.items()]
-        parts.append(_table(["method", *names], lines))
-    parts += [f"Measured {run['date']} by {_command(run['command'])}" for run in runs]
-    return "\n\n".join(parts) + "\n"
-
-
 def page(before: str, made: str) -> str:
     """The page with this content in its generated section, and tables of commands; ValueError if it has no section."""
     if len(re.findall(f"<!-- {SECTION} -->", before)) != 1:
-        raise ValueError(f"{PAGE} has not one generated section <!-- {SECTION} -->, which ends with <!-- end -->")
+        raise ValueError(f"the page has not one generated section <!-- {SECTION} -->, which ends with <!-- end -->")
     return filled(before, lambda what: made.rstrip("\n") if what == SECTION else shown(what))
 
 

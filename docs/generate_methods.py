@@ -158,7 +158,9 @@ WRITTEN = "<!-- Written by docs/generate_methods.py: change the docstrings or th
 
 METHODS = f"""{WRITTEN}# Methods
 
-For looking up one method; to find one, go to [Choose a method](choose.md). Each compressor has a page; [memories](memories.md) and [communicators](communicators.md) share one page each.
+For looking up one method; to find one, go to [Choose a method](choose.md).
+
+Each compressor has a page; [memories](memories.md) and [communicators](communicators.md) share one page each.
 `grace methods` lists the same names, `grace methods topk` the parameters of one.
 
 A method is a compressor with a memory; a communicator carries its payloads. All parameters are keys of the dictionary
@@ -180,14 +182,18 @@ In payloads, n is the number of elements and m the number of blocks.
 
 MEMORY = f"""{WRITTEN}# Memories
 
-For looking up what a method keeps between steps. A memory holds error feedback, momentum or other state beside a compressor. By default it is the one that the
+For looking up what a method keeps between steps.
+
+A memory holds error feedback, momentum or other state beside a compressor. By default it is the one that the
 [compressor](methods.md) names.
 
 """
 
 COMMUNICATOR = f"""{WRITTEN}# Communicators
 
-For looking up how payloads travel. A communicator averages a gradient over all workers. By default, [`auto`](#auto)
+For looking up how payloads travel.
+
+A communicator averages a gradient over all workers. By default, [`auto`](#auto)
 [chooses it](settings.md#which-communicator) from the method and the workers.
 
 The table shows the bits per element that one worker hands to the communication library and gets back (`efsignsgd` with

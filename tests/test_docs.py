@@ -40,7 +40,7 @@ PLAN = {
     "two-machines": 700,
     "clusters": 900,
     "gpus": 500,
-    "save-and-resume": 450,
+    "save-and-resume": 400,
     "report": 900,
     "troubleshooting": 1300,
     "pytorch": 1200,
@@ -243,6 +243,18 @@ def test_the_speeds_in_the_readme_are_those_of_the_choice():
     found = re.findall(r"^\| `(\{.*?\})`.* \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(found) == 4
     assert {name: speeds for name, *speeds in found} == wanted
+
+
+def test_the_lines_of_the_picture_pass_through_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate_picture as picture
+
+    rows = [row for run in picture.load() for row in run["results"]]
+    for method in picture.SHOWN.keys() - {"auto"}:
+        line, dots = picture.computed(rows, method), picture.measured(rows, method)
+        assert len(dots) == 2
+        for rate, seconds in dots.items():
+            assert line(rate) == pytest.approx(seconds, rel=1e-3), method
 
 
 def public(path):

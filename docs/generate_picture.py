@@ -15,7 +15,7 @@ from typing import Any
 
 from grace.bench.lab.network import bits_per_second
 
-from generate_choose import CELL, load
+from generate_choose import CELL, common, load
 
 SHOWN = {
     "dense": "no compression (float32)",
@@ -58,7 +58,7 @@ def draw(file: Path) -> None:
     """The picture."""
     from matplotlib import pyplot
 
-    rows = [row for run in load() for row in run["results"]]
+    rows = common(row for run in load() for row in run["results"])
     figure, axes = pyplot.subplots(figsize=(7, 3.9), dpi=120)
     for (method, name), colour in zip(SHOWN.items(), COLOURS, strict=True):
         dots = measured(rows, method)

@@ -23,7 +23,7 @@ CANDIDATES = (
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
-"""Methods that stayed near the quality of dense gradients in the trainings of docs/benchmarks-tasks.md and docs/noise.md."""
+"""Methods that stayed near the quality of dense gradients in docs/benchmarks-tasks.md and docs/noise.md."""
 COARSE = (
     {"compressor": "eden", "bits": 2, "block_size": 64},
     {"compressor": "eden", "bits": 1, "block_size": 64},

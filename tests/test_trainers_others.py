@@ -63,6 +63,18 @@ def test_accelerate_keeps_the_options_of_ddp(found):
     assert all(worker["accelerate options"] for worker in found)
 
 
+def test_lightnings_fsdp2_by_the_same_line(found):
+    for worker in found:
+        assert worker["lightning fsdp none"] == (True, 6, ["net.0", "net.2"])
+        *resumed, ratio = worker["lightning fsdp resumed"]
+        assert resumed == [True, 6]
+        assert ratio > 9
+
+
+def test_lightning_fits_again(found):
+    assert all(worker["lightning again"] == (True, 3) for worker in found)
+
+
 def test_lightning_logs_what_was_sent(found):
     for worker in found:
         *_, sent, logged = worker["lightning int4"]
@@ -78,6 +90,7 @@ def test_lightning_logs_what_was_sent(found):
         ("accelerate hook", "ValueError: the accelerator's handler has comm_hook='fp16'"),
         ("accelerate local", "ValueError: local training steps a plain model"),
         ("lightning foreign", "ValueError: this checkpoint was written without grace.torch.LightningCallback"),
+        ("lightning mesh", "ValueError: the model is sharded over 1 workers, but grace averages over 2"),
         ("plain", "ValueError: Sequential is neither DistributedDataParallel nor an FSDP2 model"),
         ("no model", "TypeError: a model is needed, not list"),
         ("bypass", "RuntimeError: no gradient went through GRACE in this step"),

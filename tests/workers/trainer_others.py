@@ -16,6 +16,9 @@ rank, size = join_torch("torch")
 import lightning
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from lightning.fabric import Fabric
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import grace.torch
 
@@ -36,7 +39,8 @@ def net():
 
 
 def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in whole]).clone()
 
 
 def loss_of(model, x, y):
@@ -133,8 +137,14 @@ class Logged(lightning.pytorch.loggers.logger.DummyLogger):
         self.lines.append((step, dict(metrics)))
 
 
-def lit(params=None, epochs=2, resume=None, checkpoints=None):
-    module, logger = Module(), Logged()
+class Sharded(Module):
+    def configure_model(self):
+        for module in (self.net[0], self.net[2], self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def lit(params=None, epochs=2, resume=None, checkpoints=None, again=False, kind=Module, strategy="ddp"):
+    module, logger = kind(), Logged()
     callback = None if params is None else grace.torch.LightningCallback(params)
     callbacks = [callback] if callback else []
     if checkpoints:
@@ -143,7 +153,7 @@ def lit(params=None, epochs=2, resume=None, checkpoints=None):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=size,
-        strategy="ddp",
+        strategy=strategy,
         callbacks=callbacks,
         max_epochs=epochs,
         accumulate_grad_batches=2,
@@ -159,6 +169,9 @@ def lit(params=None, epochs=2, resume=None, checkpoints=None):
         use_distributed_sampler=True,
     )
     trainer.fit(module, DataLoader(TensorDataset(X[:48], Y[:48]), 4), BATCHES, ckpt_path=resume, weights_only=True)
+    if again:
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, DataLoader(TensorDataset(X[:48], Y[:48]), 4))
     return flat(module), module.losses, callback, logger.lines
 
 
@@ -173,8 +186,26 @@ whole, _, callback, _ = lit(TOPK, checkpoints="lightning")
 resumed, losses, again, _ = lit(TOPK, resume=out / "lightning" / "step=3.ckpt")
 norms = [[each.residual_norm for each in one.grace.report().tensors] for one in (callback, again)]
 found["lightning resumed"] = (torch.equal(whole, resumed), again.grace.steps, norms[0] == norms[1], len(losses))
+own, *_ = lit(again=True)
+none, _, callback, _ = lit(NONE, again=True)
+found["lightning again"] = (torch.equal(own, none), callback.grace.steps)
 lit(epochs=1, checkpoints="own")
 found["lightning foreign"] = error_of(lit, TOPK, resume=out / "own" / "step=3.ckpt")
+
+
+# FSDP2, by ModelParallelStrategy.
+def sharded(*args, **options):
+    return lit(*args, **options, kind=Sharded, strategy=ModelParallelStrategy(2, 1))
+
+
+own, *_ = sharded()
+none, _, callback, _ = sharded(NONE)
+found["lightning fsdp none"] = (torch.equal(own, none), callback.grace.steps, callback.grace.names)
+params = {**TOPK, "parameters": {"compressor": "blockint", "bits": 8}}
+whole, _, callback, _ = sharded(params, checkpoints="sharded")
+resumed, _, again, _ = sharded(params, resume=out / "sharded" / "step=3.ckpt")
+found["lightning fsdp resumed"] = (torch.equal(whole, resumed), again.grace.steps, callback.grace.report().ratio)
+found["lightning mesh"] = error_of(lit, NONE, kind=Sharded, strategy=ModelParallelStrategy(1, 2))
 
 # Fabric.
 fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp")

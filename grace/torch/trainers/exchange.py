@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -102,6 +103,13 @@ class Exchange:
             _hook(self.averages, found[0])
         else:
             fsdp(model, self.averages, parameters=self._gather)
+            sizes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
+            if sizes != {self.averages.world_size}:
+                raise ValueError(
+                    f"the model is sharded over {', '.join(map(str, sorted(sizes)))} workers, but grace averages over "
+                    f"{self.averages.world_size}: shard over all (ModelParallelStrategy(data_parallel_size=...)), or "
+                    "pass a Grace with transport=TorchDistributedTransport(mesh.get_group())"
+                )
         return True
 
     def save(self, folder: str | os.PathLike[str]) -> None:

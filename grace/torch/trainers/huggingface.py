@@ -44,9 +44,7 @@ def trainer(trainer: Trainer, params: Mapping[str, Any] | Grace) -> Grace | DiLo
     if isinstance(params, Mapping) and "local" in params and not trainer.is_fsdp_enabled:
         exchange = LocalTraining(params)
         prepare = trainer.accelerator.prepare_model
-        trainer.accelerator.prepare_model = lambda *args, **kwargs: prepare(
-            *args, **{**kwargs, "evaluation_mode": True}
-        )
+        trainer.accelerator.prepare_model = lambda *args, **options: prepare(*args, **{**options, **PLAIN})
     else:
         exchange = Exchange(params, trainer.is_fsdp_enabled)
     callback = _Callback(trainer, exchange)

@@ -28,7 +28,8 @@ class LightningCallback(Callback):
     Every ``log_every_n_steps`` steps ``grace_ratio`` and ``grace_bytes_sent`` (by worker 0, since the training began or
     was resumed) go to the trainer's loggers. A checkpoint holds the states of all workers, and
     ``fit(ckpt_path=...)`` gives each its own, or reshards them for another number of workers; meanwhile each worker
-    holds all states in host memory.
+    holds all states in host memory. A second ``fit`` without ``ckpt_path`` begins with new states, and needs a
+    dictionary.
 
     In ``fit`` raises ValueError for strategies without a hook (DeepSpeed, FSDP1) and for checkpoints without a state;
     RuntimeError after the first step if no gradient has passed through DistributedDataParallel.
@@ -36,7 +37,8 @@ class LightningCallback(Callback):
 
     def __init__(self, params: Mapping[str, Any] | Grace):
         super().__init__()
-        self._params, self._loaded = params, None
+        self._params = params
+        self._loaded: dict[str, Any] | None = None
         self._exchange: Exchange | None = None
         self._exchanges = False
 
@@ -48,22 +50,16 @@ class LightningCallback(Callback):
         return self._exchange.averages
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the Grace."""
-        if stage == "fit" and self._exchange is None:
+        """Make the Grace, anew for each fit, as Lightning wraps the model anew."""
+        if stage == "fit":
+            self._loaded, self._exchanges = None, False
             self._exchange = Exchange(self._params, type(trainer.strategy).__name__ == "ModelParallelStrategy")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped model, and load the state that a checkpoint held."""
         assert self._exchange is not None
         self._exchanges = self._exchange.attach(trainer.strategy.model)
-        loaded, self._loaded = self._loaded, None
-        if self._exchanges and loaded is not None:
-            if KEY not in loaded:
-                raise ValueError(
-                    "this checkpoint was written without grace.torch.LightningCallback: train without ckpt_path, or "
-                    "load its weights alone"
-                )
-            GatheredState(self.grace).load_state_dict(loaded[KEY])
+        self._load()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the figures."""
@@ -77,4 +73,17 @@ class LightningCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the states until the model is there."""
-        self._loaded = {key: checkpoint[key] for key in (KEY,) if key in checkpoint}
+        if trainer.state.fn == "fit":
+            self._loaded = {key: checkpoint[key] for key in (KEY,) if key in checkpoint}
+            self._load()  # ModelParallelStrategy loads after `on_fit_start`
+
+    def _load(self) -> None:
+        if not self._exchanges or self._loaded is None:
+            return
+        if KEY not in self._loaded:
+            raise ValueError(
+                "this checkpoint was written without grace.torch.LightningCallback: train without ckpt_path, or load "
+                "its weights alone"
+            )
+        GatheredState(self.grace).load_state_dict(self._loaded[KEY])
+        self._loaded = None

@@ -269,7 +269,7 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
     if LOOPBACK in bandwidths:
         texts.append(
             "Plain loopback, no network: the workers share one machine (root and iproute2 would give shaped links), so "
-            "bytes cost next to nothing and compression can only lose time."
+            "bytes cost next to nothing and most methods lose time."
         )
     texts.append(
         "Steps to the target were measured once for each method, without a limit on the links; the time of a step was "

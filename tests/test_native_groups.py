@@ -4,7 +4,21 @@ import itertools
 
 import numpy as np
 import pytest
-from methods import PLAIN, backend, built, lockstep, states, unchanged
+from methods import PLAIN, backend, built, states, unchanged
+from support.groups import (
+    CARRIERS,
+    MATRICES,
+    METHODS,
+    SIZES,
+    WORKERS,
+    carried,
+    drawn,
+    equal,
+    groups_of,
+    step,
+    team,
+    tensors,
+)
 
 from grace.core.collectives import AllToAll, Gather, arrays_of
 from grace.engine.groups.book import GroupBook
@@ -13,92 +27,13 @@ from grace.engine.scheduler import RoundScheduler
 from grace.factory import grace_from_params
 from grace.kernels import library
 from grace.kernels.rows import NUMBERS, Refused, Rows
-from grace.transports.local import LocalTransport, World
-
-SIZES = (1, 7, 8, 9, 511, 512, 513, 1025, 5000, 70001)
-"""Around the block sizes of the methods, of a byte, and of a row of noise."""
-METHODS = {
-    "int4": {"compressor": "blockint"},
-    "int2 stochastic": {"compressor": "blockint", "bits": 2, "rounding": "stochastic", "memory": "none"},
-    "int8, one scale": {"compressor": "blockint", "bits": 8, "block_size": 0},
-    "signs": {"compressor": "efsignsgd"},
-    "signs, one scale": {"compressor": "efsignsgd", "block_size": 0},
-    "onebit": {"compressor": "onebit"},
-    "qsgd": {"compressor": "qsgd"},
-    "terngrad": {"compressor": "terngrad", "clip": 0},
-    "votes": {"compressor": "signsgd"},
-    "natural": {"compressor": "natural"},
-    "natural, a fixed window": {"compressor": "natural", "window": "grace"},
-    "eden": {"compressor": "eden", "bits": 3},
-    "drive with a residual": {"compressor": "eden", "bits": 1, "biased": True, "block_size": 64},
-    "topk": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32"},
-    "topk, coded": {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"},
-    "powersgd": {"compressor": "powersgd", "compress_rank": 3},
-}
-MATRICES = ((40, 50), (50, 40), (16, 8, 3, 3), (40, 50, 1), (200, 130))
-CARRIERS = {
-    "gathered": {"communicator": "allgather"},
-    "two stages": {"communicator": "twostage", "min_shard": 600},
-    "machines": {"communicator": "hierarchical", "outer": "allgather", "node_size": 2},
-    "machines, two stages": {"communicator": "hierarchical", "outer": "twostage", "node_size": 3},
-}
-WORKERS = {
-    "gathered": (1, 2, 3, 5),
-    "two stages": (1, 2, 3, 5),
-    "machines": (2, 4, 6),
-    "machines, two stages": (3, 6, 9),
-}
+from grace.transports.local import LocalTransport
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     built()
     monkeypatch.setenv("GRACE_KERNELS", PLAIN)  # the same bits as all others, and as the plain functions
-
-
-def drawn(step, rank, sizes=SIZES):
-    draws = {size: np.random.default_rng([step, rank, size]) for size in sizes}
-    return {f"t{size}": draw.standard_normal(size).astype("float32") for size, draw in draws.items()}
-
-
-def tensors(method):
-    """Sizes or shapes of tensors that a method compresses."""
-    return MATRICES if method == "powersgd" else SIZES
-
-
-def carried(method, carrier):
-    """The settings of a method with a communicator that carries it."""
-    return METHODS[method] | ({} if method == "powersgd" else CARRIERS[carrier])
-
-
-def team(params, workers, xp, sizes=SIZES, **options):
-    """A Grace for each of some workers in this process, and the function that makes their gradients."""
-    world = World(workers)
-    made = [grace_from_params({"min_numel": 0, **params, **options}, LocalTransport(world, n)) for n in range(workers)]
-    for grace in made:
-        grace.build({name: xp.asarray(x, "float32") for name, x in drawn(0, 0, sizes).items()})
-    return made
-
-
-def step(graces, xp, number, change=None, sizes=SIZES):
-    gradients = [{n: xp.asarray(x, "float32") for n, x in drawn(number, r, sizes).items()} for r in range(len(graces))]
-    if change is not None:
-        change(gradients)
-    return [
-        {n: m if m is None else np.array(xp.to_numpy(m)) for n, m in found.items()}
-        for found in lockstep(graces, gradients)
-    ]
-
-
-def equal(one, two):
-    for mine, other in zip(one, two, strict=True):
-        for name, mean in mine.items():
-            np.testing.assert_array_equal(mean, other[name], err_msg=name)
-
-
-def groups_of(grace):
-    table = grace.setup.table
-    return grace.setup.groups.of(grace.setup.levels([unit for bucket in table.buckets for unit in bucket.units]))
 
 
 PAIRS = [

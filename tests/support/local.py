@@ -66,11 +66,7 @@ def drift(t, rank, shapes):
 
 
 SHAPES = {"a": (40, 60), "b": (1500,), "c": (30, 50), "d": (7,)}
-
-
 START = {name: normal(*shape, seed=number) for number, (name, shape) in enumerate(SHAPES.items())}
-
-
 METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05},
     "chunktopk": {"compressor": "chunktopk", "memory": "residual", "beta": 0.95, "min_numel": 0},

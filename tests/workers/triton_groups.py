@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from methods import PLAIN, built, lockstep, states, unchanged
+from support.groups import drawn, equal, groups_of, step, team
 from support.kernels import vector
-from test_native_groups import drawn, equal, groups_of, step, team
 
 from grace.backends import get_backend
 from grace.backends.torch import TorchBackend

@@ -90,6 +90,7 @@ dist: $(VENV)/.release ## build sdist and wheels, check their kernels, and try t
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python scripts/compare_kernels.py dist/*.whl
 	$(BIN)/python scripts/try_pythons.py dist/*_$$(uname -m).whl
+	$(BIN)/python scripts/try_toolkits.py dist/*_$$(uname -m).whl
 
 $(VENV)/.release: $(VENV)/.kernels
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[release]'

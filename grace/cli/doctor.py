@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 OLDEST = {
     "python": "3.10",
-    "numpy": "1.26",
-    "torch": "2.4",
-    "tensorflow": "2.16",
+    "numpy": "2",
+    "torch": "2.6",
+    "tensorflow": "2.18",
     "keras": "3",
     "horovod": "0.28.1",
     "triton": "3.3",

@@ -330,6 +330,8 @@ def test_a_torch_with_other_stages_is_refused():
     check_torch()
     with pytest.raises(RuntimeError, match=r"no get_fwd_send_ops, .*_retrieve_recv_grads, which .* torch 2.13 has"):
         check_torch(int)
+    with pytest.raises(RuntimeError, match=r"torch 2.12.1\+cpu is too old .* torch 2.13 has"):
+        check_torch(version="2.12.1+cpu")
 
 
 def test_a_boundary_in_torch():

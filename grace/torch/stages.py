@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from grace.backends import get_backend
 from grace.core.version import VERSION
@@ -31,12 +32,18 @@ NEEDED = (
 """Methods of torch's stage that are overridden; the last two are private."""
 
 
-def check_torch(stage: type = TorchStage) -> None:
-    """Raise RuntimeError if torch's stage lacks a method that compression overrides."""
-    if lost := [name for name in NEEDED if not callable(getattr(stage, name, None))]:
+OLDEST = "2.13"
+"""The oldest torch whose stages were tried with compression. With torch 2.6 a pipeline waits for ever."""
+
+
+def check_torch(stage: type = TorchStage, version: str = torch.__version__) -> None:
+    """Raise RuntimeError if compression was not tried with this torch, or torch's stage lacks a method it overrides."""
+    lost = [name for name in NEEDED if not callable(getattr(stage, name, None))]
+    if lost or TorchVersion(version) < OLDEST:
+        reason = f"has no {', '.join(lost)}, which compression needs" if lost else "is too old for compression"
         raise RuntimeError(
-            f"the PipelineStage of torch {torch.__version__} has no {', '.join(lost)}, which compression needs; torch "
-            "2.13 has: install that version, or use torch.distributed.pipelining.PipelineStage without compression"
+            f"the PipelineStage of torch {version} {reason}; torch {OLDEST} has what it needs: install that version or "
+            "a later one, or use torch.distributed.pipelining.PipelineStage without compression"
         )
 
 

@@ -31,7 +31,13 @@ from grace.cli.catalog import (
     split,
     usual,
 )
+from grace.compressors.bf16 import BF16
+from grace.compressors.fp16 import FP16
+from grace.compressors.none import NoCompression
+from grace.compressors.powersgd import PowerSGD
 from grace.core.registry import communicators, compressors
+from grace.engine.groups.recipes import RECIPES
+from grace.planner.measured import RECOMMENDED
 
 DOCS = Path(__file__).parent
 NOTES = {
@@ -367,12 +373,37 @@ def section(name: str, kind: str) -> str:
 
 
 def overview() -> str:
-    """The table of all compressors."""
+    """The tables of the compressors with kernels for groups, and of the others."""
+    served = {*RECIPES, NoCompression, FP16, BF16, PowerSGD}
+    measured = [name for name, cls in compressors.items() if cls in served]
+    others = [name for name in compressors if name not in measured]
+    return f"""## Measured
+
+Their kernels encode and decode a whole bucket at once, and their times are measured. {_recommended()}
+
+{_table(measured)}
+
+## For studies
+
+The same laws hold, and each runs in every integration, tensor by tensor: some by kernels, others as plain functions,
+without a promise of speed.
+
+{_table(others)}
+"""
+
+
+def _recommended() -> str:
+    names = dict.fromkeys(str(params["compressor"]) for params in RECOMMENDED)
+    return f"Begin with {', '.join(f'`{name}`' for name in names)}: these kept the quality in [trainings](choose.md)."
+
+
+def _table(names: list[str]) -> str:
     lines = [
         "| compressor | class | bits per element | unbiased | memory | communicator: 2 workers, more |",
         "|---|---|---|---|---|---|",
     ]
-    for name, cls in compressors.items():
+    for name in names:
+        cls = compressors[name]
         (memory, communicator), made = usual(cls), cls()
         unbiased = "yes" if made.traits.unbiased else "no"
         cells = (
@@ -384,7 +415,7 @@ def overview() -> str:
             communicator,
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def traffic() -> str:

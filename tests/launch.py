@@ -109,8 +109,9 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
 def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[str]:
     # The command line of `launcher`, with workers that servers fork, as the launcher itself if it imports PyTorch.
     source = script.read_text()
-    both = "import torch" in source and "import tensorflow" in source
-    toolkit = "tensorflow" if "import tensorflow" in source and (not both or "tensorflow" in args) else "torch"
+    # Keras reads its backend when TensorFlow imports it, and TensorFlow has no transport under torchrun.
+    either = "import tensorflow" in source and name == "horovodrun" and "torch" not in args
+    toolkit = "tensorflow" if either and ("import torch" not in source or "tensorflow" in args) else "torch"
     for rank in range(size):
         _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import it
     worker = _client(toolkit)

@@ -33,7 +33,7 @@ NEEDED = (
 
 
 OLDEST = "2.13"
-"""The oldest torch whose stages were tried with compression. With torch 2.6 a pipeline waits for ever."""
+"""The oldest torch whose stages were tried with compression. With torch 2.6 a test of pipelines stands still."""
 
 
 def check_torch(stage: type = TorchStage, version: str = torch.__version__) -> None:

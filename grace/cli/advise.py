@@ -167,14 +167,12 @@ def _usual(costs: Path | None) -> list[str]:
     return [measured.label(each) for each in measured.RECOMMENDED if stored is None or each in stored]
 
 
-def _elsewhere(
-    found: Profile, there: Cluster, codecs: Sequence[Codec], bucket_mb: float
-) -> list[tuple[str, adviser.Verdict]]:
+def _elsewhere(found: Profile, there: Cluster, codecs: Sequence[Codec], bucket_mb: float) -> Sequence[adviser.Verdict]:
     # Verdicts on these methods with the stored costs of DEVICE, as far as there are any.
     asked = [each.params for each in codecs]
     stored = [each for each in measured.costs(DEVICE) if each.params in asked]
     methods = [adviser.candidate(measured.label(each.params), each) for each in stored]
-    return [(DEVICE.upper(), verdict) for verdict in adviser.advise(found, there, methods, bucket_mb).verdicts]
+    return adviser.advise(found, there, methods, bucket_mb).verdicts
 
 
 def advise_stages(
@@ -289,12 +287,12 @@ def render(
     sources: Sequence[str],
     plan_command: str,
     console: Console,
-    elsewhere: Sequence[tuple[str, adviser.Verdict]] = (),
+    elsewhere: Sequence[adviser.Verdict] = (),
 ) -> None:
     """Print the comparison, including losing methods, and the advice.
 
     ``plan_command``: the command that writes the best method's plan. ``elsewhere``: verdicts with the
-    costs of other devices, whose names come first.
+    stored costs of `DEVICE`.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
     table.add_column("method", overflow="fold")
@@ -357,8 +355,8 @@ def render(
             "use it (grace bench tasks)."
         )
     if elsewhere:
-        times = ", ".join(f"{verdict.label} {verdict.speedup:.2f}x" for _, verdict in elsewhere)
-        notes.append(f"With stored compression times of an {elsewhere[0][0]}: {times}.")
+        times = ", ".join(f"{verdict.label} {verdict.speedup:.2f}x" for verdict in elsewhere)
+        notes.append(f"With stored compression times of an {DEVICE.upper()}: {times}.")
     console.print(
         escape(f"{answer}. This holds for compression times {'; and '.join(sources)}."),
         escape(f"{plan_command}: then {exchange}" if planned else str(dict(exchange))),

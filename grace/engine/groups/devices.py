@@ -184,25 +184,15 @@ class DeviceFeedback(Feedback):
         self._lengths = np.array([point.ctx.size for point in points], np.int64)
         self._restore = groups.restorer(self._lengths, units)
 
-    def before(self, number: int, row: Array) -> Array | None:
-        mine = np.flatnonzero((self._which == number) & (self._old == self._new))
-        if not len(mine):
-            return None
-        found = self._xp.buffers.copy(row)
-        to = self._xp.buffers.address(found) + self._bytes[mine]
-        for at, source, n in zip(to.tolist(), self._x[mine].tolist(), self._lengths[mine].tolist(), strict=True):
-            self._xp.buffers.write(self._groups.view(at, n, "float32"), self._groups.view(source, n, "float32"))
-        return found
-
-    def end(self, ok: Any = None) -> None:
-        """As `Feedback.end`, with flags int32[units] on the device."""
-        if self._x is None:
-            return
-        x, self._x = self._x, None
-        self._table.flights.remove(self)
+    def _settle(self, x: Any, ok: Any) -> None:
+        # ok: int32[units] on the device, or None.
         if ok is not None and not self._restored(x, ok):
             self._restore_plainly(x, ok)
         self._table.advance(self._which)
+
+    def _copy(self, to: int, source: int, number: int) -> None:
+        view, n = self._groups.view, int(self._lengths[number])
+        self._xp.buffers.write(view(to, n, "float32"), view(source, n, "float32"))
 
     def undo(self) -> None:
         if self._x is not None:

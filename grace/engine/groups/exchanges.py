@@ -76,7 +76,7 @@ class Feedback:
         found = self._xp.buffers.copy(row)
         base = self._xp.buffers.address(found)
         for each in mine:
-            ctypes.memmove(base + int(self._bytes[each]), int(self._x[each]), self._sizes[each])
+            self._copy(base + int(self._bytes[each]), int(self._x[each]), each)
         return found
 
     def end(self, ok: Any = None) -> None:
@@ -85,16 +85,23 @@ class Feedback:
             return
         x, self._x = self._x, None
         self._table.flights.remove(self)
-        if ok is None:
-            self._table.advance(self._which)
-            return
-        for number in np.flatnonzero(~ok & (self._old == self._new)).tolist():
-            ctypes.memmove(int(self._old[number]), int(x[number]), self._sizes[number])
-        self._table.advance(self._which[ok])
+        self._settle(x, ok)
 
     def undo(self) -> None:
         """Keep the old residuals."""
         self.end(np.zeros(len(self._which), bool))
+
+    def _settle(self, x: Any, ok: Any) -> None:
+        if ok is None:
+            self._table.advance(self._which)
+            return
+        for number in np.flatnonzero(~ok & (self._old == self._new)).tolist():
+            self._copy(int(self._old[number]), int(x[number]), number)
+        self._table.advance(self._which[ok])
+
+    def _copy(self, to: int, source: int, number: int) -> None:
+        # Copies as many elements as a point has, between two addresses.
+        ctypes.memmove(to, source, self._sizes[number])
 
 
 class Landed:

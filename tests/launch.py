@@ -116,7 +116,10 @@ def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[s
         _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import it
     worker = _client(toolkit)
     if name == "horovodrun":
-        return [*launcher(name, size)[:-1], *worker]
+        # It imports Horovod's extension for TensorFlow each time, to see whether Gloo is in it.
+        _serve("horovodrun", "launcher", "horovod.runner.launch", "horovod.tensorflow")
+        _, *options, _ = launcher(name, size)
+        return [*_client("horovodrun"), "-m", "horovod.runner.launch", *options, *worker]
     _serve("torch", "launcher", "torch.distributed.run")
     _, *torchrun = launcher(name, size)
     return [*_client("torch"), *torchrun, "--no-python", *worker]
@@ -144,10 +147,10 @@ def _sockets() -> Path:
 
 
 @cache
-def _serve(toolkit: str, name: str, module: str) -> None:
+def _serve(toolkit: str, name: str, *modules: str) -> None:
     path = _sockets() / toolkit / name
     path.parent.mkdir(exist_ok=True)
-    command = [sys.executable, TESTS / "forks.py", "serve", path, module]
+    command = [sys.executable, TESTS / "forks.py", "serve", path, *modules]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ(), start_new_session=True)
     _servers.append(server)
     while not path.exists():

@@ -17,14 +17,25 @@ import socket
 import sys
 from typing import Any
 
+status = [0]
+"""The exit code of a job."""
 RANKS = ("RANK", "HOROVOD_RANK")  # set by torchrun, by horovodrun
+
+
+def end() -> None:
+    """End a job's process. Python itself would free what the server imported, which takes a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status[0])
 
 
 def serve(path: str, modules: list[str]) -> dict[str, Any]:
     """Fork a process for each connection. Returns its job in each of these processes, and never in the server."""
+    import atexit
     import gc
     import importlib
 
+    atexit.register(end)  # first registered, last run
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen(64)
@@ -86,17 +97,14 @@ def request(folder: str, argv: list[str]) -> int:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Run a job's script as Python would, and end without freeing what the server imported: that takes a second."""
-    import atexit
+    """Run a job's script as Python would."""
     import runpy
-    import threading
 
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
     option, *rest = job["argv"]
-    code: Any = 0
     try:
         if option == "-m":
             sys.argv, sys.path[0] = rest, os.getcwd()
@@ -104,19 +112,10 @@ def become(job: dict[str, Any]) -> None:
         else:
             sys.argv, sys.path[0] = job["argv"], os.path.dirname(os.path.abspath(option))
             runpy.run_path(option, run_name="__main__")
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    except BaseException as error:
+        wanted = error.code if isinstance(error, SystemExit) else 1
+        status[0] = wanted if isinstance(wanted, int) else int(wanted is not None)
+        raise
 
 
 if __name__ == "__main__":

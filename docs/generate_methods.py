@@ -31,12 +31,7 @@ from grace.cli.catalog import (
     split,
     usual,
 )
-from grace.compressors.bf16 import BF16
-from grace.compressors.fp16 import FP16
-from grace.compressors.none import NoCompression
-from grace.compressors.powersgd import PowerSGD
 from grace.core.registry import communicators, compressors
-from grace.engine.groups.recipes import RECIPES
 from grace.planner.measured import RECOMMENDED
 
 DOCS = Path(__file__).parent
@@ -373,22 +368,23 @@ def section(name: str, kind: str) -> str:
 
 
 def overview() -> str:
-    """The tables of the compressors with kernels for groups, and of the others."""
-    served = {*RECIPES, NoCompression, FP16, BF16, PowerSGD}
-    measured = [name for name, cls in compressors.items() if cls in served]
-    others = [name for name in compressors if name not in measured]
+    """The tables of the two shelves."""
+    shelves: dict[str, list[str]] = {}
+    for name, cls in compressors.items():
+        shelves.setdefault(cls.__module__.rpartition(".")[0], []).append(name)
     return f"""## Measured
 
-Their kernels encode and decode a whole bucket at once, and their times are measured. {_recommended()}
+In `grace/compressors/measured`. Their kernels encode and decode a whole bucket at once, and their times are measured.
+{_recommended()}
 
-{_table(measured)}
+{_table(shelves["grace.compressors.measured"])}
 
 ## For studies
 
-The same laws hold, and each runs in every integration, tensor by tensor: some by kernels, others as plain functions,
-without a promise of speed.
+In `grace/compressors/studies`. The same laws hold, and each runs in every integration, tensor by tensor: some by
+kernels, others as plain functions, without a promise of speed.
 
-{_table(others)}
+{_table(shelves["grace.compressors.studies"])}
 """
 
 

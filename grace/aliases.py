@@ -32,6 +32,21 @@ ALIASES = {
     "grace.tensorflow.names": "grace.keras.names",
 }
 
+SHELVES = {
+    "measured": "bf16 blockint eden efsignsgd fp16 natural none onebit powersgd qsgd signsgd terngrad topk",
+    "studies": (
+        "acpsgd adacomp adaptive_random adaq arctopk atomo chain chunktopk cltk damped demo dettmers8 dgc dion fp8 "
+        "geometric gradzip gtopk inceptionn kashin natural_dithering qsparse randomk shared_int sidco signum "
+        "sketch sketch_sgd stc thc threelc threshold wangni"
+    ),
+}
+"""Methods by the package of `grace.compressors` that they moved to."""
+ALIASES |= {
+    f"grace.compressors.{name}": f"grace.compressors.{shelf}.{name}"
+    for shelf, names in SHELVES.items()
+    for name in names.split()
+}
+
 
 class AliasFinder(MetaPathFinder, Loader):
     """Imports the modules named in `ALIASES`; a module and its alias are one object."""

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from grace import Compressor
-from grace.compressors.topk import TopK
+from grace.compressors.measured.bf16 import BF16
+from grace.compressors.measured.fp16 import FP16
+from grace.compressors.measured.none import NoCompression
+from grace.compressors.measured.powersgd import PowerSGD
+from grace.compressors.measured.topk import TopK
 from grace.core import Context
+from grace.core.registry import compressors
+from grace.engine.groups.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
@@ -149,6 +155,19 @@ def test_only_transports_ask_for_the_name_of_a_toolkit():
         if any(ast.unparse(each).endswith("xp.name") for each in (node.left, *node.comparators))
     }
     assert not found
+
+
+def test_measured_methods_have_kernels_for_buckets_and_need_no_study():
+    measured = {cls for cls in compressors.values() if cls.__module__.startswith("grace.compressors.measured.")}
+    assert measured == {*RECIPES, NoCompression, FP16, BF16, PowerSGD}, "these four need no recipe"
+    assert {cls.__module__.split(".")[2] for cls in set(compressors.values()) - measured} == {"studies"}
+    users = {
+        module
+        for module, others in imports().items()
+        if module.startswith("grace.compressors.") and "studies" not in module
+        if any(other.startswith("grace.compressors.studies.") for other in others)
+    }
+    assert users == {"grace.compressors.selectors"}, "whose table has SIDCo, which `topk` takes as a selector"
 
 
 def test_methods_name_no_toolkit():

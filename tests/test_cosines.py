@@ -1,4 +1,4 @@
-"""Kernels of the cosine transform of chunks, each instruction set of this machine, against `grace.compressors.demo`.
+"""Kernels of the cosine transform of chunks, each instruction set of this machine, against method `demo`.
 
 They add up in another order: values may differ in their last bits, and of coefficients that are about as large either
 may be sent.
@@ -13,7 +13,7 @@ from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 from table.transforms import dct
 
-from grace.compressors.demo import DeMo
+from grace.compressors.studies.demo import DeMo
 from grace.core import Context
 from grace.engine.codecs import TensorCodec
 from grace.kernels import ISAS, library

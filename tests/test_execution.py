@@ -12,8 +12,8 @@ from table import ROWS
 
 from grace import grace_from_params
 from grace.backends import get_backend
-from grace.compressors.blockint import BlockInt
-from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.efsignsgd import EFSignSGD
 from grace.core.sharding import cut, cuts, pieces, shards, strides
 from grace.engine.codecs import TensorCodec, calls_of, quantisers
 from grace.engine.commit import Commit

@@ -16,19 +16,19 @@ from support.cases import loop
 from support.kernels import KINDS, Memory, address, blocks_of, efsignsgd_oracle, equal, ulps, vector
 
 from grace.backends import get_backend
-from grace.compressors.blockint import BlockInt
-from grace.compressors.eden import Eden
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.onebit import OneBit
-from grace.compressors.qsgd import QSGD
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.eden import Eden
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.onebit import OneBit
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.signsgd import SignSGD
+from grace.compressors.measured.terngrad import TernGrad
+from grace.compressors.measured.topk import TopK
 from grace.compressors.selectors import Sampled
-from grace.compressors.signsgd import SignSGD
 from grace.compressors.sparse import kept
-from grace.compressors.terngrad import TernGrad
-from grace.compressors.thc import CUT, THC
-from grace.compressors.threelc import ThreeLC
-from grace.compressors.threshold import Threshold
-from grace.compressors.topk import TopK
+from grace.compressors.studies.thc import CUT, THC
+from grace.compressors.studies.threelc import ThreeLC
+from grace.compressors.studies.threshold import Threshold
 from grace.core import Context
 from grace.kernels import ISAS, build, library
 from grace.kernels.host import HostKernels

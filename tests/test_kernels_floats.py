@@ -7,11 +7,11 @@ from support.cases import loop
 from support.kernels import KINDS, Memory, Native, Plain, equal, vector
 
 from grace.backends import get_backend
-from grace.compressors.bf16 import BF16
-from grace.compressors.dettmers8 import TABLES, Dettmers8
-from grace.compressors.fp8 import FP8
-from grace.compressors.natural import Natural
-from grace.compressors.natural_dithering import NaturalDithering
+from grace.compressors.measured.bf16 import BF16
+from grace.compressors.measured.natural import Natural
+from grace.compressors.studies.dettmers8 import TABLES, Dettmers8
+from grace.compressors.studies.fp8 import FP8
+from grace.compressors.studies.natural_dithering import NaturalDithering
 from grace.core import Context
 from grace.kernels import Codes
 

@@ -6,12 +6,12 @@ from methods import compressed, left_of, native_mean, natively
 from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 
-from grace.compressors.adaq import AdaQ
-from grace.compressors.chunktopk import ChunkTopK
-from grace.compressors.inceptionn import Inceptionn
-from grace.compressors.randomk import RandomK
-from grace.compressors.sketch import Sketch
 from grace.compressors.sparse import Scattered
+from grace.compressors.studies.adaq import AdaQ
+from grace.compressors.studies.chunktopk import ChunkTopK
+from grace.compressors.studies.inceptionn import Inceptionn
+from grace.compressors.studies.randomk import RandomK
+from grace.compressors.studies.sketch import Sketch
 from grace.core import Context
 
 COMPRESSORS = [

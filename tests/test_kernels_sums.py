@@ -6,7 +6,7 @@ from methods import compressed, left_of, native_mean, together
 from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, vector
 
-from grace.compressors.shared_int import SharedInt
+from grace.compressors.studies.shared_int import SharedInt
 from grace.core import Context
 
 CASES = [*((n, "normal", 0) for n in (1, 7, 8, 9, 513, 70_001)), (5001, "normal", 65_496), (300_005, "normal", 8)]

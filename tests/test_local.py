@@ -12,8 +12,8 @@ from support.local import METHODS, SHAPES, START, Worker, drift, equal, finish, 
 
 import grace
 from grace import checkpoint, grace_from_params
-from grace.compressors.chunktopk import ChunkTopK
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
+from grace.compressors.studies.chunktopk import ChunkTopK
 from grace.local import DiLoCo, LocalSGD, PeerMean, SlowMo, SparseLoCo, Streaming, from_params, in_turn
 from grace.testing import check_compressor
 from grace.transports.local import LocalTransport, World

@@ -21,7 +21,7 @@ from table.transforms import dct
 
 from grace import grace_from_params
 from grace.backends.numpy import NumpyBackend
-from grace.compressors.dion import Dion
+from grace.compressors.studies.dion import Dion
 from grace.core.method import Method
 from grace.core.rng import NOISE, Rng
 from grace.memories.decoupled import Decoupled

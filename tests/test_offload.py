@@ -15,7 +15,7 @@ from support.costs import codec
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
 from grace.bench import costs as measure
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 from grace.core.collectives import Gather
 from grace.engine.scheduler import RoundScheduler, WorkerPool
 from grace.engine.trace import Trace

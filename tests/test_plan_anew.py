@@ -14,7 +14,7 @@ from support.commands import run
 from grace import grace_from_params, simulate
 from grace.communicators.planned import table as ways
 from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 from grace.planner import plan
 from grace.planner.costs import Cluster, Costs, Link
 from grace.planner.costs import cluster as cluster_of

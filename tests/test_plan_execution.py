@@ -15,7 +15,7 @@ from grace import grace_from_params, simulate
 from grace.backends import get_backend
 from grace.communicators.planned.runner import GATHERED, Planned, expand_plan
 from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 from grace.core import Context
 from grace.core.registry import compressors
 from grace.testing.cases import carries

@@ -13,7 +13,7 @@ from methods import ROWS, backend, normal, workers
 import grace
 from grace import Compressor, grace_from_params, register, simulate
 from grace.communicators.allgather import Allgather
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 from grace.core import Combine, Memory
 from grace.core.collectives import Broadcast, Gather, Reduce
 from grace.core.communicator import Communicator
@@ -335,7 +335,9 @@ def test_a_method_of_thirty_lines_works_everywhere():
 
 @pytest.mark.usefixtures("forget")
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"compressor 'topk' is already registered by grace\.compressors\.topk\.TopK"):
+    with pytest.raises(
+        ValueError, match=r"compressor 'topk' is already registered by grace\.compressors\.measured\.topk\.TopK"
+    ):
         register("topk")(type("Other", (Compressor,), {}))
     with pytest.raises(ValueError, match="'nocompression' is already registered"):
         register("fresh", "nocompression")(type("Other", (Compressor,), {}))

@@ -12,7 +12,7 @@ from methods import method_of as method
 from grace.bench import sidco as bench
 from grace.bench import sidco_show
 from grace.compressors.selectors import SELECTORS
-from grace.compressors.sidco import SIDCo
+from grace.compressors.studies.sidco import SIDCo
 from grace.ops import distributions as tails
 
 N = 100_000

@@ -22,10 +22,10 @@ from methods import (
 from table.row import Where
 
 from grace.backends.numpy import NumpyBackend
-from grace.compressors.chain import Chain
-from grace.compressors.qsgd import QSGD
-from grace.compressors.randomk import RandomK
-from grace.compressors.topk import TopK
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.topk import TopK
+from grace.compressors.studies.chain import Chain
+from grace.compressors.studies.randomk import RandomK
 from grace.core.method import Method
 from grace.memories.none import NoMemory
 

@@ -421,7 +421,7 @@ def test_keras_computes_as_torch(settings):
 def test_a_keras_layer_is_saved_and_trained(tmp_path):
     keras = pytest.importorskip("keras")
     import grace
-    from grace.compressors.blockint import BlockInt
+    from grace.compressors.measured.blockint import BlockInt
 
     x = np.random.default_rng(0).standard_normal((70, 12)).astype("f")
     layers = [grace.tensorflow.Boundary(B4, feedback="ef21", batch_size=32), grace.tensorflow.Boundary(BlockInt(8))]

@@ -28,7 +28,7 @@ from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
 from grace.bench.tasks.worker import Worker
 from grace.cli.app import app
-from grace.compressors.chunktopk import ChunkTopK
+from grace.compressors.studies.chunktopk import ChunkTopK
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = {"image": 620_714, "lstm": 1_065_680, "transformer": 914_896, "ncf": 602_945, "segmentation": 482_754}

@@ -9,12 +9,12 @@ from methods import BACKENDS, backend
 
 from grace import Combine, Compressor, Memory, Traits, registry
 from grace.communicators.allgather import Allgather
-from grace.compressors.blockint import BlockInt
-from grace.compressors.dion import Dion
-from grace.compressors.powersgd import PowerSGD
-from grace.compressors.qsgd import QSGD
-from grace.compressors.randomk import RandomK
-from grace.compressors.topk import TopK
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.powersgd import PowerSGD
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.topk import TopK
+from grace.compressors.studies.dion import Dion
+from grace.compressors.studies.randomk import RandomK
 from grace.core.collectives import Gather
 from grace.memories.ef21 import EF21
 from grace.memories.onebit_adam import OneBitAdam

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from grace import Combine, Compressor, Traits, simulate
-from grace.compressors.blockint import BlockInt
-from grace.compressors.qsgd import QSGD
-from grace.compressors.topk import TopK
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.topk import TopK
 from grace.core import Resize
 from grace.core.memory import FORMER as FORMER_OF_MEMORIES
 from grace.core.registry import compressors

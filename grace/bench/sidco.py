@@ -22,9 +22,9 @@ import numpy as np
 from grace.backends import get_backend
 from grace.bench.kernels import REMEDIES, machine
 from grace.bench.subjects import graph
-from grace.compressors.sidco import SIDCo
+from grace.compressors.measured.topk import TopK
 from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier
-from grace.compressors.topk import TopK
+from grace.compressors.studies.sidco import SIDCo
 from grace.core import Array, Compressor, Context, State, as_program
 from grace.engine.codecs import TensorCodec
 from grace.engine.codecs.table import compress

@@ -10,8 +10,8 @@ from functools import cached_property
 from statistics import NormalDist
 from typing import Any, ClassVar
 
-from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier, beyond, check_ratio, first, kept
+from grace.compressors.studies.sidco import SIDCo
 from grace.core import Array, Context, State, Traits
 
 CHUNK = 4096
@@ -88,7 +88,7 @@ class Chunk(Largest):
 
 @dataclass(frozen=True)
 class Sampled(Largest):
-    """Selects elements above a threshold estimated from a sample (`grace.compressors.dgc`): at most 1.3 k, no zeros."""
+    """Selects elements above a threshold estimated from a sample (as method `dgc`): at most 1.3 k, no zeros."""
 
     likely: ClassVar[int] = STEPS - 12
     """Index of a candidate, 0.70 times the sample's estimate, that usually slightly more than 1.3 k elements exceed."""

@@ -53,8 +53,8 @@ class Registry(Mapping[str, type]):
         if not self._loaded:
             self._loaded = True
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+            for module in pkgutil.walk_packages(package.__path__, f"{self._package}."):
+                importlib.import_module(module.name)
             offered(self._package, self.kind)  # each registers its classes
 
     def __getitem__(self, name: str) -> type:

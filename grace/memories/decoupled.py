@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.compressors.dion import Dion
+from grace.compressors.studies.dion import Dion
 from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State, name_of
 from grace.core.registry import register
 from grace.memories.none import NoMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from grace.compressors.blockint import BlockInt
+from grace.compressors.measured.blockint import BlockInt
 from grace.compressors.sparse import EXACT, Placed, kept
 from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.gathered import Layout

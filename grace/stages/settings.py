@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends import get_backend
-from grace.compressors.blockint import BlockInt
-from grace.compressors.topk import TopK
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.topk import TopK
 from grace.core import Combine, Compressor, Context, name_of
 from grace.core.program import as_program
 from grace.core.registry import compressors, take, unknown_key

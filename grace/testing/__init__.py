@@ -81,7 +81,7 @@ def check_memory(memory: Memory, compressor: Compressor | None = None, backends:
     ``compressor``: the compressor beside it; None: top-k with ratio 0.1.
     """
     if compressor is None:
-        from grace.compressors.topk import TopK
+        from grace.compressors.measured.topk import TopK
 
         compressor = TopK(compress_ratio=0.1)
     _run(memory_laws(memory, compressor, backends))

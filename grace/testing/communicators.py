@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.compressors.none import NoCompression
+from grace.compressors.measured.none import NoCompression
 from grace.core import Compressor
 from grace.core.communicator import Communicator
 from grace.testing import exchanges

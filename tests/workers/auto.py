@@ -29,7 +29,7 @@ else:
         hvd.init()
 
 import grace
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 
 SECONDS = 0.05
 

@@ -14,7 +14,7 @@ out, transport = sys.argv[1:]
 rank, size = join_torch(transport)
 
 import grace
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 
 found = {}
 disturb = lambda step: None  # noqa: E731 - replaced by each fault

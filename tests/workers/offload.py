@@ -13,7 +13,7 @@ out, transport = sys.argv[1:]
 rank, size = join_torch(transport)
 
 import grace
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 
 found = {"threads": set()}
 draw = random.Random(rank)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from launch import leave_gloo, save
 
 import grace
-from grace.compressors.topk import TopK
+from grace.compressors.measured.topk import TopK
 
 out = Path(sys.argv[1])
 STEPS, EVERY, DEATH = 14, 4, 10

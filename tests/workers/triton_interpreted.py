@@ -15,10 +15,10 @@ from support.kernels import KINDS, blocks_of, efsignsgd_oracle, equal, ulps, vec
 
 from grace import simulate
 from grace.backends.torch import TorchBackend
-from grace.compressors.blockint import BlockInt
-from grace.compressors.eden import Eden
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.topk import TopK
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.eden import Eden
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.topk import TopK
 from grace.core import Context
 from grace.core.errors import Unavailable
 from grace.engine.codecs import TensorCodec

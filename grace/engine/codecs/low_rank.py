@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grace.compressors.acpsgd import ACPSGD
-from grace.compressors.atomo import Atomo
-from grace.compressors.gradzip import GradZip
-from grace.compressors.powersgd import PowerSGD
+from grace.compressors.measured.powersgd import PowerSGD
+from grace.compressors.studies.acpsgd import ACPSGD
+from grace.compressors.studies.atomo import Atomo
+from grace.compressors.studies.gradzip import GradZip
 from grace.core import Array, Context, Payload
 from grace.engine.codecs.table import Calls
 

@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from grace.compressors.bf16 import BF16
-from grace.compressors.blockint import BlockInt
-from grace.compressors.dettmers8 import Dettmers8, code_bits, code_values, middles
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.fp8 import FORMATS, FP8
-from grace.compressors.inceptionn import Inceptionn
-from grace.compressors.natural import GRACE_TOP, Natural
-from grace.compressors.natural_dithering import NaturalDithering
-from grace.compressors.onebit import OneBit
-from grace.compressors.qsgd import QSGD
-from grace.compressors.shared_int import SharedInt
-from grace.compressors.signsgd import SignSGD
-from grace.compressors.signum import Signum
-from grace.compressors.sketch import Sketch
-from grace.compressors.terngrad import TernGrad
-from grace.compressors.threelc import ThreeLC
+from grace.compressors.measured.bf16 import BF16
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.natural import GRACE_TOP, Natural
+from grace.compressors.measured.onebit import OneBit
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.signsgd import SignSGD
+from grace.compressors.measured.terngrad import TernGrad
+from grace.compressors.studies.dettmers8 import Dettmers8, code_bits, code_values, middles
+from grace.compressors.studies.fp8 import FORMATS, FP8
+from grace.compressors.studies.inceptionn import Inceptionn
+from grace.compressors.studies.natural_dithering import NaturalDithering
+from grace.compressors.studies.shared_int import SharedInt
+from grace.compressors.studies.signum import Signum
+from grace.compressors.studies.sketch import Sketch
+from grace.compressors.studies.threelc import ThreeLC
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.engine.codecs.table import Calls, with_kernel

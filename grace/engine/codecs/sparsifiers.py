@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.compressors.adaq import AdaQ
-from grace.compressors.chain import Chain
-from grace.compressors.chunktopk import ChunkTopK
-from grace.compressors.cltk import CLTopK
-from grace.compressors.dgc import DGC
-from grace.compressors.qsparse import Qsparse
-from grace.compressors.randomk import RandomK
+from grace.compressors.measured.topk import TopK
 from grace.compressors.selectors import FACTORS, MISS, Sampled, SelectingSparsifier
-from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import Sparsifier, kept
-from grace.compressors.stc import STC
-from grace.compressors.threshold import Threshold
-from grace.compressors.topk import TopK
+from grace.compressors.studies.adaq import AdaQ
+from grace.compressors.studies.chain import Chain
+from grace.compressors.studies.chunktopk import ChunkTopK
+from grace.compressors.studies.cltk import CLTopK
+from grace.compressors.studies.dgc import DGC
+from grace.compressors.studies.qsparse import Qsparse
+from grace.compressors.studies.randomk import RandomK
+from grace.compressors.studies.sidco import SIDCo
+from grace.compressors.studies.stc import STC
+from grace.compressors.studies.threshold import Threshold
 from grace.core import Array, Context, Payload, State, run_local
 from grace.core.gathered import GatheredPayloads
 from grace.engine.codecs.table import Calls, decode, encode, kernel, with_kernel

@@ -16,21 +16,21 @@ from grace.core.errors import Unavailable
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "quantisers": (
-        *("compressors.efsignsgd", "compressors.onebit", "compressors.blockint", "compressors.qsgd"),
-        *("compressors.terngrad", "compressors.signsgd", "compressors.signum", "compressors.threelc"),
-        *("compressors.inceptionn", "compressors.sketch", "compressors.bf16", "compressors.fp8"),
-        *("compressors.natural", "compressors.natural_dithering", "compressors.dettmers8", "compressors.shared_int"),
+        *("measured.efsignsgd", "measured.onebit", "measured.blockint", "measured.qsgd"),
+        *("measured.terngrad", "measured.signsgd", "studies.signum", "studies.threelc"),
+        *("studies.inceptionn", "studies.sketch", "measured.bf16", "studies.fp8"),
+        *("measured.natural", "studies.natural_dithering", "studies.dettmers8", "studies.shared_int"),
     ),
-    "transforms": ("compressors.eden", "compressors.thc", "compressors.demo"),
+    "transforms": ("measured.eden", "studies.thc", "studies.demo"),
     "sparsifiers": (
-        *("compressors.topk", "compressors.dgc", "compressors.threshold", "compressors.sidco"),
-        *("compressors.randomk", "compressors.chunktopk", "compressors.adaq", "compressors.cltk"),
-        *("compressors.chain", "compressors.stc", "compressors.qsparse"),
+        *("measured.topk", "studies.dgc", "studies.threshold", "studies.sidco"),
+        *("studies.randomk", "studies.chunktopk", "studies.adaq", "studies.cltk"),
+        *("studies.chain", "studies.stc", "studies.qsparse"),
     ),
-    "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
+    "low_rank": ("measured.powersgd", "studies.gradzip", "studies.acpsgd", "studies.atomo"),
 }
-"""The modules of methods, by the module of this package whose dictionary CALLS holds their calls."""
-_PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
+"""The modules of methods in `grace.compressors`, by the module of this package whose CALLS has their calls."""
+_PLACES = {f"grace.compressors.{module}": family for family, modules in FAMILIES.items() for module in modules}
 
 Encode = Callable[[Any, Array, Array | None, Context], tuple[Payload, Array] | None]
 Compress = Callable[[Any, Array, State, Context], MaybeProgram[tuple[Payload, State]] | None]

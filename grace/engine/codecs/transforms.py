@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grace.compressors.demo import DeMo
-from grace.compressors.eden import Eden
-from grace.compressors.thc import CUT, THC
+from grace.compressors.measured.eden import Eden
+from grace.compressors.studies.demo import DeMo
+from grace.compressors.studies.thc import CUT, THC
 from grace.core import Array, Context, Payload, Program, State
 from grace.engine.codecs.table import Calls, with_kernel
 from grace.ops import blocks

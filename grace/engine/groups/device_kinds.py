@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grace.compressors.blockint import BlockInt
-from grace.compressors.eden import Eden
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.powersgd import PowerSGD
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.eden import Eden
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.powersgd import PowerSGD
 from grace.core import Context, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method

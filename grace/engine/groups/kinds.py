@@ -8,10 +8,10 @@ from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce
 from grace.communicators.hierarchical import Hierarchical
 from grace.communicators.twostage import TwoStage
-from grace.compressors.bf16 import BF16
-from grace.compressors.fp16 import FP16
-from grace.compressors.none import NoCompression
-from grace.compressors.powersgd import PowerSGD
+from grace.compressors.measured.bf16 import BF16
+from grace.compressors.measured.fp16 import FP16
+from grace.compressors.measured.none import NoCompression
+from grace.compressors.measured.powersgd import PowerSGD
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method

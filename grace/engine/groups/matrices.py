@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.compressors.powersgd import PowerSGD
+from grace.compressors.measured.powersgd import PowerSGD
 from grace.core import Array, Program
 from grace.core.collectives import Collective, Reduce
 from grace.core.rng import NOISE

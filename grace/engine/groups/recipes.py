@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from grace.compressors.blockint import BlockInt
-from grace.compressors.eden import Eden
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.natural import Natural
-from grace.compressors.onebit import OneBit
-from grace.compressors.qsgd import QSGD
-from grace.compressors.signsgd import SignSGD
+from grace.compressors.measured.blockint import BlockInt
+from grace.compressors.measured.eden import Eden
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.natural import Natural
+from grace.compressors.measured.onebit import OneBit
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.signsgd import SignSGD
+from grace.compressors.measured.terngrad import TernGrad
+from grace.compressors.measured.topk import TopK
 from grace.compressors.sparse import kept
-from grace.compressors.terngrad import TernGrad
-from grace.compressors.topk import TopK
 from grace.core import Compressor, Context
 from grace.engine.codecs.quantisers import NATURAL
 from grace.kernels import Codes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grace.compressors.chain import Chain
-from grace.compressors.qsgd import QSGD
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.studies.chain import Chain
 from grace.core import Compressor, name_of
 from grace.core.registry import register
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from grace.compressors.qsgd import QSGD
+from grace.compressors.measured.qsgd import QSGD
 from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits, name_of
 from grace.core.registry import register
 

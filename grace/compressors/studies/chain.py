@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from grace.compressors.qsgd import QSGD
+from grace.compressors.measured.qsgd import QSGD
+from grace.compressors.measured.topk import TopK
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
-from grace.compressors.topk import TopK
 from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, Traits, as_program, name_of
 from grace.core.registry import register
 

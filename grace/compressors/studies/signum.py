@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from grace.compressors.signsgd import SignSGD
+from grace.compressors.measured.signsgd import SignSGD
 from grace.core import Traits
 from grace.core.registry import register
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grace.compressors.chain import Chain
-from grace.compressors.efsignsgd import EFSignSGD
-from grace.compressors.topk import TopK
+from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.topk import TopK
+from grace.compressors.studies.chain import Chain
 from grace.core import Compressor
 from grace.core.registry import register
 

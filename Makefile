@@ -29,11 +29,11 @@ $(VENV)/.kernels: $(VENV)/.installed $(KERNELS)
 	@touch $@
 
 # Horovod is not an extra here: it is compiled against the toolkits that the line above it installs.
-$(VENV)/.installed: setup.py setup.cfg pyproject.toml constraints.txt scripts/build_horovod.py
+$(VENV)/.installed: setup.py setup.cfg pyproject.toml grace_bench/pyproject.toml constraints.txt scripts/build_horovod.py
 	@echo "Setting up $(VENV) (about 2 GB of packages; Horovod is compiled once and kept in a cache)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' -e ./grace_bench
 	$(BIN)/python scripts/build_horovod.py -c constraints.txt
 	@touch $@
 
@@ -87,8 +87,9 @@ dist: $(VENV)/.release ## build sdist and wheels, check their kernels, and try t
 	rm -rf dist
 	$(BIN)/python -m build --sdist
 	$(BIN)/python scripts/build_wheels.py dist
-	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python scripts/compare_kernels.py dist/*.whl
+	$(BIN)/python -m build --wheel --outdir dist grace_bench
+	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python scripts/try_pythons.py dist/*_$$(uname -m).whl
 	$(BIN)/python scripts/try_toolkits.py dist/*_$$(uname -m).whl
 
@@ -112,5 +113,5 @@ gpu: install ## check and time everything on a CUDA device (under 10 minutes)
 	$(BIN)/grace bench gpu $(ARGS)
 
 clean: ## remove what was built; .venv, .venv-demo and the cache of Horovod wheels stay
-	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find grace tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist site out *.egg-info grace_bench/build grace_bench/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find grace grace_bench tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

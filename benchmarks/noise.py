@@ -26,10 +26,10 @@ import numpy as np
 
 from grace import grace_from_params
 from grace.bench.plan import parse
-from grace.bench.tasks.tasks import Task, batch, rate, task_of
 from grace.policies import Decision, Noise, Policy
 from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio, relative_error
 from grace.transports.local import LocalTransport, World
+from grace_bench.tasks.tasks import Task, batch, rate, task_of
 
 EVERY = 10  # steps between two measurements of the noise
 FIRST = 30  # end of the first steps, in which `auto` would try methods
@@ -64,7 +64,7 @@ class TorchModel:
     def __init__(self, task: Task, sizes: Mapping[str, int], momentum: float, seed: int):
         import torch
 
-        from grace.bench.tasks import torch_models
+        from grace_bench.tasks import torch_models
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
@@ -99,7 +99,7 @@ class KerasModel:
         import keras
         import tensorflow as tf
 
-        from grace.bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
+        from grace_bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
 
         keras.utils.set_random_seed(seed)
         model = task.builder("keras", MODELS)(**sizes, **task.quick.model)

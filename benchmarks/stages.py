@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from grace.bench.tasks.data import python_sources
-from grace.bench.tasks.torch_models import Transformer
 from grace.torch import Boundary
+from grace_bench.tasks.data import python_sources
+from grace_bench.tasks.torch_models import Transformer
 
 WIDTH = 64
 

@@ -2,7 +2,7 @@
 
 benchmarks/results/tasks-*.json and *-workers.json: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
-of `grace.bench.tasks.results.FIELDS`.
+of `grace_bench.tasks.results.FIELDS`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from grace.bench.lab.network import bits_per_second
 from grace.bench.plan import parse
-from grace.bench.tasks import results
-from grace.bench.tasks.figures import NAMES
-from grace.bench.tasks.plan import AUTO, BASELINES
-from grace.bench.tasks.tasks import TOLERANCE, task_of
 from grace.local import PRESETS
+from grace_bench.lab.network import bits_per_second
+from grace_bench.tasks import results
+from grace_bench.tasks.figures import NAMES
+from grace_bench.tasks.plan import AUTO, BASELINES
+from grace_bench.tasks.tasks import TOLERANCE, task_of
 
 from generate_tables import filled, shown
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import parse
-from grace.bench.tasks.tasks import TOLERANCE
 from grace.planner.codecs import Codec, Curve, Speed, codec
+from grace_bench.tasks.tasks import TOLERANCE
 
 from generate_choose import STORE, load, loss
 

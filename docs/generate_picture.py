@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grace.bench.lab.network import bits_per_second
+from grace_bench.lab.network import bits_per_second
 
 from generate_choose import CELL, common, load
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grace.bench.sidco import RATIOS
+from grace_bench.sidco import RATIOS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- (?P<what>[^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)

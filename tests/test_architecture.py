@@ -86,6 +86,19 @@ def test_nothing_imports_the_tools():
     assert users == []
 
 
+def test_what_trains_needs_no_package_of_benchmarks():
+    """grace_bench may use all of grace; the commands find it where it is installed."""
+    users = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "grace").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for named in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+        if named.split(".")[0] == "grace_bench"
+    }
+    assert users == {"grace/cli/bench.py", "grace/bench/worker.py"}
+
+
 def test_a_test_module_imports_no_other():
     found = [
         f"{path.name} imports {node.module}"

@@ -96,9 +96,9 @@ def idle(monkeypatch):
     def works(*_, **__):
         raise AssertionError("it works before it looks at what it was given")
 
-    for place in ("grace.bench.costs.compressor", "grace.bench.kernels.measure", "grace.bench.sidco.measure"):
+    for place in ("grace.bench.costs.compressor", "grace.bench.kernels.measure", "grace_bench.sidco.measure"):
         monkeypatch.setattr(place, works)
-    monkeypatch.setattr("grace.bench.tasks.run.run", works)
+    monkeypatch.setattr("grace_bench.tasks.run.run", works)
     monkeypatch.setattr("grace.cli.report.page", works)
 
 
@@ -263,7 +263,7 @@ def test_a_rate_is_written_in_one_way_everywhere(text, gbit, files):
     words = ("advise", "model.json", "fp16", "--costs", "costs.json", "--json", "--bandwidth", text)
     there = json.loads(run(*words).stdout)["cluster"]["inter"]["gbit_per_s"]
     assert there == pytest.approx(gbit)
-    from grace.bench.lab.network import bits_per_second
+    from grace_bench.lab.network import bits_per_second
 
     assert bits_per_second(inputs.as_tc(text)) == pytest.approx(gbit * 1e9)
 
@@ -409,9 +409,26 @@ def test_a_report_is_readable_in_80_columns(files):
     assert "encoder.layers.11" in text
 
 
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ("bench tasks --task digits --quick", "`grace bench tasks` needs grace-compression-bench"),
+        ("bench sidco --epochs 0", "`grace bench sidco` needs grace-compression-bench"),
+        (f"bench kernels topk --peer {Path(__file__).parent}", "--peer needs grace-compression-bench"),
+    ],
+)
+def test_without_its_package_a_bench_says_how_to_get_it(words, text):
+    code = "import sys; sys.modules['grace_bench'] = None; from grace.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert f"{text}, which is not installed: pip install ./grace_bench in GRACE's source tree" in said
+
+
 def test_benches_are_readable_in_80_columns():
-    from grace.bench import show, sidco, sidco_show
+    from grace.bench import show
     from grace.bench.kernels import Results
+    from grace_bench import sidco, sidco_show
 
     label = "blockint:bits=8,rounding=stochastic,memory=residual"
     time_ = {"x": 98.7654321, "us": 1.0, "once": False}
@@ -484,7 +501,7 @@ def test_json_alone_is_printed(files, monkeypatch):
         assert done.exit_code == 0, done.output
         assert isinstance(json.loads(done.stdout), dict)
     monkeypatch.setattr("grace.bench.kernels.measure", lambda *_: None)
-    monkeypatch.setattr("grace.bench.sidco.measure", lambda *_: None)
+    monkeypatch.setattr("grace_bench.sidco.measure", lambda *_: None)
     for words in (("bench", "kernels", "topk"), ("bench", "sidco")):
         assert json.loads(run(*words, "--json").stdout)["format"] == 1
         old = run(*words, "--json", "old.json")  # as it was written before

@@ -15,10 +15,10 @@ import pytest
 from launch import free_port, launcher, run
 
 import grace
-from grace.bench.tasks import plan
 from grace.core import name_of
 from grace.core.registry import communicators, compressors, memories
 from grace.planner.measured import RECOMMENDED
+from grace_bench.tasks import plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

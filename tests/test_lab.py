@@ -17,13 +17,13 @@ from benchmarks.lab.bench import bound, joined, steps_to, summary
 from benchmarks.lab.cases import CASES, SETS, select
 from benchmarks.lab.table import HEAD, _looks, cells, markdown, plot, tables
 from grace import local
-from grace.bench.lab import Lab, LabError, network
-from grace.bench.lab.launch import LAUNCHERS, Outcome
-from grace.bench.lab.probe import probe
 from grace.core.registry import compressors
 from grace.factory import grace_from_params
 from grace.testing.cases import spread
 from grace.transports.local import LocalTransport, World
+from grace_bench.lab import Lab, LabError, network
+from grace_bench.lab.launch import LAUNCHERS, Outcome
+from grace_bench.lab.probe import probe
 
 SCRIPT = """
 import os, sys
@@ -403,7 +403,7 @@ def test_a_lab_is_gone_after_an_exception(lab):
 
 @pytest.mark.processes
 def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
-    made = "import os\nfrom grace.bench.lab import Lab\nlab = Lab(2).__enter__()"
+    made = "import os\nfrom grace_bench.lab import Lab\nlab = Lab(2).__enter__()"
     script = f"{made}\nprint(lab.name, flush=True)\nos._exit(1)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     name = done.stdout.strip()

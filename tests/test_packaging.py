@@ -29,7 +29,7 @@ def tree(tmp_path_factory):
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, tree)
-    for name in ("grace", "docs", "examples", "scripts", "tests", "benchmarks"):
+    for name in ("grace", "grace_bench", "docs", "examples", "scripts", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tree
 
@@ -284,7 +284,7 @@ def sdist(tree, tmp_path_factory):
 def test_sdist_holds_what_tests_and_docs_need_and_nothing_built(sdist):
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("grace", "tests", "docs", "examples", "scripts", "benchmarks"):
+    for folder in ("grace", "grace_bench", "tests", "docs", "examples", "scripts", "benchmarks"):
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
         assert sources - inside == set()
     assert {"CITATION.cff", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "grace/py.typed"} <= inside
@@ -301,6 +301,20 @@ def test_the_version_stands_in_one_place(wheel, sdist):
         path.name for path in files if f'"{version}"' in path.read_text() or f"= {version}" in path.read_text()
     ] == ["version.py"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_benches_are_a_distribution_of_their_own(tree, wheel, tmp_path):
+    other, _ = wheel_of(tree / "grace_bench", tmp_path)
+    assert other.name == f"grace_compression_bench-{grace.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(other) as archive:
+        inside = set(archive.namelist())
+        (name,) = [name for name in inside if name.endswith(".dist-info/METADATA")]
+        asked = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+    assert asked == [f"grace-compression[cli]=={grace.__version__}"]
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "grace_bench").rglob("*.py")}
+    assert {name for name in inside if not name.split("/")[0].endswith(".dist-info")} == modules
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "bench" in name.split("/")[0]]
 
 
 def test_the_conda_recipe_says_what_setup_cfg_says():

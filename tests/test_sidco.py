@@ -9,11 +9,11 @@ import pytest
 from methods import BACKENDS, backend, context, host, lockstep, normal, receive, same, send, states, workers
 from methods import method_of as method
 
-from grace.bench import sidco as bench
-from grace.bench import sidco_show
 from grace.compressors.selectors import SELECTORS
 from grace.compressors.studies.sidco import SIDCo
 from grace.ops import distributions as tails
+from grace_bench import sidco as bench
+from grace_bench import sidco_show
 
 N = 100_000
 RATIOS = (0.1, 0.01, 0.001)

@@ -21,14 +21,14 @@ from support.schemas import problems, schema
 from typer.testing import CliRunner
 
 from grace import local
-from grace.bench.lab import Loopback
-from grace.bench.lab.launch import Outcome
-from grace.bench.tasks import cluster, data, figures, plan, results, run, show, worker
-from grace.bench.tasks.plan import Job
-from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
-from grace.bench.tasks.worker import Worker
 from grace.cli.app import app
 from grace.compressors.studies.chunktopk import ChunkTopK
+from grace_bench.lab import Loopback
+from grace_bench.lab.launch import Outcome
+from grace_bench.tasks import cluster, data, figures, plan, results, run, show, worker
+from grace_bench.tasks.plan import Job
+from grace_bench.tasks.tasks import TASKS, batch, rate, tasks
+from grace_bench.tasks.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = {"image": 620_714, "lstm": 1_065_680, "transformer": 914_896, "ncf": 602_945, "segmentation": 482_754}
@@ -192,14 +192,14 @@ def logits_of(toolkit, name, found):
     inputs, targets = batch(found, 3, 0, 0)
     if toolkit == "torch":
         torch = pytest.importorskip("torch")
-        from grace.bench.tasks.torch_models import MODELS
+        from grace_bench.tasks.torch_models import MODELS
 
         model = MODELS[task.model](**found.sizes, **task.quick.model)
         count = sum(p.numel() for p in model.parameters())
         with torch.no_grad():
             return model(*map(torch.from_numpy, inputs)).numpy(), targets, count
     pytest.importorskip("keras")
-    from grace.bench.tasks.keras_models import MODELS
+    from grace_bench.tasks.keras_models import MODELS
 
     model = MODELS[task.model](**found.sizes, **task.quick.model)
     count = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
@@ -227,14 +227,14 @@ def test_a_word_is_predicted_from_those_before_it(made, toolkit):
     other[:, 20] = (other[:, 20] + 1) % found.words
     if toolkit == "torch":
         torch = pytest.importorskip("torch")
-        from grace.bench.tasks.torch_models import MODELS
+        from grace_bench.tasks.torch_models import MODELS
 
         model = MODELS["transformer"](**found.sizes, **task.quick.model)
         with torch.no_grad():
             one, two = (model(torch.from_numpy(x)).numpy() for x in (pieces, other))
     else:
         pytest.importorskip("keras")
-        from grace.bench.tasks.keras_models import MODELS
+        from grace_bench.tasks.keras_models import MODELS
 
         model = MODELS["transformer"](**found.sizes, **task.quick.model)
         one, two = (model(x).numpy() for x in (pieces, other))
@@ -378,7 +378,7 @@ def test_a_worker_of_local_training_times_whole_intervals(tmp_path, monkeypatch)
     found = {}
     for method in ("dense", "diloco:sync_every=3"):
         trainer = Recorder()
-        monkeypatch.setitem(sys.modules, "grace.bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
+        monkeypatch.setitem(sys.modules, "grace_bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
         job = Job("ncf", "torch", 1, method, (plan.LOOPBACK,), steps=4, seconds=0.0)
         (tmp_path / method).mkdir()
         Worker(job, tmp_path / method).run()
@@ -407,7 +407,7 @@ def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch)
 
     monkeypatch.setattr(trainer, "step", step)
     monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=time.sleep))
-    monkeypatch.setitem(sys.modules, "grace.bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
+    monkeypatch.setitem(sys.modules, "grace_bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
     (tmp_path / "is-10mbit").touch()  # as the launcher answers
     monkeypatch.setattr(worker, "traffic", lambda: (0, 0))
     job = Job("ncf", "torch", 1, "auto", ("10mbit",), steps=8, shaped=True, seconds=0.0, trained_at="10mbit")
@@ -791,8 +791,8 @@ def test_a_cluster_gets_jobs_and_scripts(tmp_path):
 
 OWN = """
 import numpy, torch
-from grace.bench.tasks.data import Data
-from grace.bench.tasks.tasks import Scale, Task
+from grace_bench.tasks.data import Data
+from grace_bench.tasks.tasks import Scale, Task
 
 class Points(Data):
     source, sizes = "points", {"classes": 2}

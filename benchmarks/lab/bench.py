@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.cases import ALONE, DENSE, Case
-from grace.bench.lab.launch import LAUNCHERS
-from grace.bench.lab.network import Lab, bits_per_second, parse_topology
-from grace.bench.lab.probe import probe
+from grace_bench.lab.launch import LAUNCHERS
+from grace_bench.lab.network import Lab, bits_per_second, parse_topology
+from grace_bench.lab.probe import probe
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]

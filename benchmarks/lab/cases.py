@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grace.bench.lab.network import LabError
+from grace_bench.lab.network import LabError
 
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
 DENSE = ("ddp-fp32", "hvd-fp32")

@@ -19,11 +19,12 @@ from rich.table import Table
 
 from benchmarks.lab import bench, choice, fidelity, pipeline, table
 from benchmarks.lab.cases import CASES, SETS, select
-from grace.bench.lab import network
-from grace.bench.lab.launch import ROOT, torchrun
-from grace.bench.lab.network import Lab, LabError
-from grace.bench.lab.probe import probe as probe_
+from grace.bench.plan import UNSHAPED
 from grace.cli.inputs import as_tc
+from grace_bench.lab import network
+from grace_bench.lab.launch import ROOT, torchrun
+from grace_bench.lab.network import Lab, LabError
+from grace_bench.lab.probe import probe as probe_
 
 app = typer.Typer(
     help="Training over an emulated network on one machine: hosts are network namespaces, links are rate-limited.",
@@ -147,7 +148,7 @@ def probe(rates: Rates = "50mbit,100mbit,200mbit,500mbit,1gbit", hosts: Hosts = 
         for rate in _rates(rates):
             lab.shape(rate, burst or None)
             reached = probe_(lab)
-            share = "" if rate == network.UNSHAPED else f"{reached / network.bits_per_second(rate):.1%}"
+            share = "" if rate == UNSHAPED else f"{reached / network.bits_per_second(rate):.1%}"
             found.add_row(rate, f"{reached / 1e6:.1f}", share)
         Console().print(found)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.lab.bench import Row
 from benchmarks.lab.cases import ALONE, CASES, DENSE
-from grace.bench.lab.network import bits_per_second
+from grace_bench.lab.network import bits_per_second
 
 EMULATED = "emulated network"
 HEAD = (

@@ -1,6 +1,6 @@
-"""Benchmarks: `grace bench kernels` times methods, `grace bench tasks` trains with them.
+"""Benchmarks: `grace bench kernels` times methods, and `costs` measures for the planner.
 
 `plan` defines the measurements, `kernels` starts the processes and merges their results, `worker` is the program of
-these processes, `subjects` and `peers` are the measured objects, `memory` measures memory, `show` prints and plots.
-Importing this package imports no toolkit.
+these processes, `subjects` are the measured objects, `memory` measures memory, `show` prints and plots. Tasks, the
+network lab and other packages' methods are in `grace_bench`. Importing this package imports no toolkit.
 """

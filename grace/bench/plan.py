@@ -16,6 +16,7 @@ from grace.engine.codecs import TensorCodec
 from grace.factory import grace_from_params
 from grace.planner import models
 
+UNSHAPED = "unshaped"  # the rate of links as they are
 WORKERS = 4  # number of payloads to decode
 SCALE = 1e-3  # scale of the Laplace distribution of the gradients
 SEVERAL = 4  # number of different gradients, so that error feedback sees new ones

@@ -167,7 +167,7 @@ def prepared(
     if case.source == "grace":
         subject: Any = Ours(case, bench, mode)
     else:
-        from grace.bench.peers import subject as of_peer
+        from grace_bench.peers import subject as of_peer
 
         subject = of_peer(case, bench, peer)
     groups: list[list[Operation]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,33 +14,15 @@ from rich.console import Console
 
 from grace.bench import kernels as bench
 from grace.bench import plan, show
-from grace.bench import sidco as thresholds
-from grace.bench import sidco_show as thresholds_show
 from grace.cli import inputs
-from grace.cli import tasks as tasks_
 from grace.cli.inputs import listed, numbers
 
 app = typer.Typer(name="bench", help="Measure the time of methods and their effect on training.", no_args_is_help=True)
-Records = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write all records as JSON."),
-]
 
 
 @app.callback()
 def options() -> None:
     """Measure the time of methods and their effect on training."""
-
-
-def _earlier(
-    context: typer.Context, as_json: bool, output: Path | None, words: list[str]
-) -> tuple[bool, Path | None, list[str]]:
-    # `--json FILE` is the former form of --output. It still works, with a notice.
-    files = [word for word in words if word.endswith(".json")]
-    if not as_json or output is not None or len(files) != 1:
-        return as_json, output, words
-    Console(stderr=True).print(f"--json {files[0]} is written --output {files[0]} now; --json alone prints")
-    return False, inputs.output_file(context, Path(files[0])), [word for word in words if word not in files]
 
 
 @app.command()
@@ -51,7 +33,7 @@ def kernels(
         typer.Argument(metavar="[METHOD]...", help="Methods, such as topk or topk:compress_ratio=0.001; default: all."),
     ] = None,
     as_json: inputs.AsJson = False,
-    output: Records = None,
+    output: inputs.Records = None,
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Write a chart."),
@@ -79,8 +61,10 @@ def kernels(
     targets: Annotated[bool, typer.Option("--targets", help="Only check the project's own targets.")] = False,
 ) -> None:
     """Time every method's encode, commit and decode as multiples of a memcpy, in interleaved runs."""
-    as_json, output, methods = _earlier(context, as_json, output, methods or [])
+    as_json, output, methods = inputs.earlier(context, as_json, output, methods or [])
     limits = plan.Limits(rounds, budget, call_limit)
+    if peer is not None and not inputs.BENCH:
+        raise typer.BadParameter(f"--peer {inputs.WITHOUT_BENCH}")
     if peer is not None and not (peer / "grace_dl" / "dist").is_dir():
         raise typer.BadParameter(f"--peer {str(peer)!r} has no grace_dl/dist: give the root of a checkout")
     left_out: dict[str, str] = {}
@@ -240,53 +224,23 @@ def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
         print(device.tables(data))
 
 
-@app.command()
-def sidco(
-    context: typer.Context,
-    files: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    as_json: inputs.AsJson = False,
-    output: Records = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", callback=inputs.chart_file, help="Write a chart of K / k over the steps."
-        ),
-    ] = None,
-    epochs: Annotated[int, typer.Option(min=0, help="Epochs per training on handwritten digits; 0: no training.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings per method.")] = 3,
-    law_size: Annotated[
-        float,
-        typer.Option(
-            callback=inputs.finite("of elements", zero=True), help="Elements drawn from each distribution; 0: none."
-        ),
-    ] = 1e6,
-    backend: Annotated[str, typer.Option(help="Toolkits to time; empty: none.")] = "torch,tensorflow",
-    sizes: Annotated[str, typer.Option(help="Elements to time.")] = "1e6,1e7",
-) -> None:
-    """Compare estimated thresholds on gradients of a training, on known distributions, and in time (ten minutes)."""
-    as_json, output, others = _earlier(context, as_json, output, files or [])
-    if others:
-        raise typer.BadParameter(f"{others[0]!r} is no option: `grace bench sidco` compares methods of its own")
-    backends = listed(backend, plan.BACKENDS, "--backend") if backend else []
-    results = thresholds.Results()
-    results.options = {"epochs": epochs, "seeds": seeds, "law_size": int(law_size)}
-    if plot_file is not None and not epochs:
-        raise typer.BadParameter("--plot draws what trainings found: leave out --epochs 0")
-    with Console(stderr=True).status("") as status:
-        thresholds.measure(
-            results, epochs, seeds, int(law_size), backends, numbers(sizes, "--sizes"), lambda text: status.update(text)
+def _absent(name: str) -> Callable[[], None]:
+    def command() -> None:
+        raise typer.BadParameter(f"`grace bench {name}` {inputs.WITHOUT_BENCH}")
+
+    return command
+
+
+if inputs.BENCH:
+    from grace_bench.commands import COMMANDS
+
+    for each in COMMANDS:
+        app.command()(each)
+else:
+    for name in ("sidco", "tasks"):
+        app.command(name, context_settings=inputs.ANYTHING, help=f"Not installed: {inputs.INSTALL_BENCH}.")(
+            _absent(name)
         )
-    if as_json:
-        print(json.dumps(results.to_dict(), indent=1))
-    else:
-        thresholds_show.render(results, inputs.console())
-    if output is not None:
-        output.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
-    if plot_file is not None and results.training:
-        thresholds_show.plot(results, str(plot_file))
-
-
-app.command()(tasks_.tasks)
 
 
 def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[str, str]]:

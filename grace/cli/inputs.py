@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from grace.bench.lab.network import UNSHAPED
+from grace.bench.plan import UNSHAPED
 from grace.planner import measured
 
 WIDE = 160  # columns, if the width is unknown
@@ -30,6 +30,11 @@ PREFIXES = {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 RATES = "a number of Gbit/s, or with a unit: 10, 10Gbit, 100Mbit/s"
 TOOLKITS = ("torch", "tensorflow", "numpy")
 _SEEN = "grace.cli.files"
+BENCH = importlib.util.find_spec("grace_bench") is not None
+"""Whether the package of `grace bench tasks`, `sidco` and `gpu` is installed."""
+INSTALL_BENCH = "pip install ./grace_bench in GRACE's source tree"
+WITHOUT_BENCH = f"needs grace-compression-bench, which is not installed: {INSTALL_BENCH}"
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
 
 
@@ -240,6 +245,23 @@ def _note(context: typer.Context, path: Path, reads: bool) -> None:
         raise typer.BadParameter(f"{str(path)!r} is {'read, too' if both else 'named twice'}: name another file")
     if not str(path).startswith("/dev/"):
         seen.append((path.resolve(), reads))
+
+
+Records = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", callback=output_file, help="Write all records as JSON."),
+]
+
+
+def earlier(
+    context: typer.Context, as_json: bool, output: Path | None, words: list[str]
+) -> tuple[bool, Path | None, list[str]]:
+    """Read ``--json FILE``, the former form of --output, with a notice; returns the options as they are meant."""
+    files = [word for word in words if word.endswith(".json")]
+    if not as_json or output is not None or len(files) != 1:
+        return as_json, output, words
+    Console(stderr=True).print(f"--json {files[0]} is written --output {files[0]} now; --json alone prints")
+    return False, output_file(context, Path(files[0])), [word for word in words if word not in files]
 
 
 # -- other -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from grace.bench.lab.network import Lab
+    from grace_bench.lab.network import Lab
 
 PORT = 5999
 SKIPPED = 0.4  # first seconds, not counted: connection set-up, and the burst of an idle link

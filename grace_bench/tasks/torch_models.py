@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from grace.bench.tasks.data import Arrays
-from grace.bench.tasks.tasks import Task
+from grace_bench.tasks.data import Arrays
+from grace_bench.tasks.tasks import Task
 
 
 def _conv(into: int, out: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:

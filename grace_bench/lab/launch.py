@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grace.bench.lab.network import Lab, LabError, Loopback
+from grace_bench.lab.network import Lab, LabError, Loopback
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[3]  # folder that contains the imported `grace` package
+ROOT = Path(__file__).resolve().parents[2]  # folder that contains the imported packages
 GRACE_PERIOD = 20.0  # seconds for the other launchers to end after the first one
 
 # Wrapper of a rank: stores the rank's output and exit code. $0 is the folder.

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.kernels import machine
-from grace.bench.lab.launch import LAUNCHERS, Outcome
-from grace.bench.lab.network import UNSHAPED, Lab, LabError, Loopback
-from grace.bench.lab.probe import probe
-from grace.bench.tasks import plan
-from grace.bench.tasks.plan import CHOICE, Job
+from grace.bench.plan import UNSHAPED
+from grace_bench.lab.launch import LAUNCHERS, Outcome
+from grace_bench.lab.network import Lab, LabError, Loopback
+from grace_bench.lab.probe import probe
+from grace_bench.tasks import plan
+from grace_bench.tasks.plan import CHOICE, Job
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -142,7 +143,7 @@ def launch(network: Lab | Loopback, job: Job, limit: float, tell: Tell) -> list[
             return 0  # constant, so that the limit is that of the whole launch
 
         began = time.monotonic()
-        command = (sys.executable, "-m", "grace.bench.tasks.worker", folder / "job.json", folder)
+        command = (sys.executable, "-m", "grace_bench.tasks.worker", folder / "job.json", folder)
         env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
         start = LAUNCHERS[plan.LAUNCHERS[job.toolkit]]
         try:

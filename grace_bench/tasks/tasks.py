@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.bench.tasks import data
-from grace.bench.tasks.data import Arrays, Data
+from grace_bench.tasks import data
+from grace_bench.tasks.data import Arrays, Data
 
 
 @dataclass(frozen=True)

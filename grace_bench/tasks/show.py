@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grace.bench.tasks.figures import (
+from grace_bench.tasks.figures import (
     NAMES,
     choices,
     grouped,
@@ -22,10 +22,10 @@ from grace.bench.tasks.figures import (
     rate,
     title,
 )
-from grace.bench.tasks.plots import plots
-from grace.bench.tasks.results import results, write
-from grace.bench.tasks.run import MACHINE, Row
-from grace.bench.tasks.tasks import TOLERANCE, task_of
+from grace_bench.tasks.plots import plots
+from grace_bench.tasks.results import results, write
+from grace_bench.tasks.run import MACHINE, Row
+from grace_bench.tasks.tasks import TOLERANCE, task_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,12 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from grace.bench.plan import UNSHAPED
+
 PREFIX = "grace-lab"
 NETNS = Path("/etc/netns")  # `ip netns exec NAME` replaces files in /etc by those in NETNS/NAME
 PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
 SSH_PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 LATENCY = "100ms"  # capacity of a queue, as time at the link's rate
-UNSHAPED = "unshaped"
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 _counter = itertools.count()

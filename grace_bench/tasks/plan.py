@@ -12,7 +12,7 @@ from typing import Any
 
 from grace import local
 from grace.bench.plan import Case, parse, words
-from grace.bench.tasks.tasks import Scale, task_of
+from grace_bench.tasks.tasks import Scale, task_of
 
 TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}

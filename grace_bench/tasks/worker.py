@@ -1,6 +1,6 @@
 """The program of each launched worker: trains one job, times its steps, and writes a line of JSON per event.
 
-Start ``python -m grace.bench.tasks.worker JOB FOLDER`` by torchrun or horovodrun.
+Start ``python -m grace_bench.tasks.worker JOB FOLDER`` by torchrun or horovodrun.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grace.bench.tasks.plan import Job
-from grace.bench.tasks.tasks import batch, rate, task_of
+from grace_bench.tasks.plan import Job
+from grace_bench.tasks.tasks import batch, rate, task_of
 
 WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in the first step
 WARM_AT_RATE = 2  # untimed steps (in local training, rounds) after each change of the bandwidth
@@ -37,7 +37,7 @@ class Worker:
         self.task = task_of(job.task)
         self.scale = job.sized
         self.data = self.task.data(Path(job.data) if job.data else None)
-        module = importlib.import_module(f"grace.bench.tasks.train_{job.toolkit}")
+        module = importlib.import_module(f"grace_bench.tasks.train_{job.toolkit}")
         self.trainer = module.Trainer(self.task, self.scale, self.data.sizes, job.params, job.seed)
         self._lines = (folder / f"{self.trainer.rank}.jsonl").open("a")
 

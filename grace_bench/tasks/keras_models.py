@@ -8,8 +8,8 @@ from typing import Any
 import keras
 from keras import layers
 
-from grace.bench.tasks.data import Arrays
-from grace.bench.tasks.tasks import Task
+from grace_bench.tasks.data import Arrays
+from grace_bench.tasks.tasks import Task
 
 
 def _conv(x: Any, out: int, kernel: int = 3, stride: int = 1) -> Any:

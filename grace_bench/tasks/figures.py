@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grace.bench.lab.network import bits_per_second
-from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK, level
-from grace.bench.tasks.results import interval
-from grace.bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
-from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
 from grace.engine.report import leveled
 from grace.local import PRESETS
+from grace_bench.lab.network import bits_per_second
+from grace_bench.tasks.plan import AS_IS, BASELINES, LOOPBACK, level
+from grace_bench.tasks.results import interval
+from grace_bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
+from grace_bench.tasks.tasks import TOLERANCE, task_of, tasks
 
 GROUP = ("task", "toolkit", "workers", "scale", "steps", "real")
 NAMES = {"torch": "PyTorch", "keras": "Keras"}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from grace.bench.tasks.figures import GROUP, NAMES, grouped, lines, order, rate
-from grace.bench.tasks.plan import AS_IS, LOOPBACK
-from grace.bench.tasks.run import Row
-from grace.bench.tasks.tasks import task_of
+from grace_bench.tasks.figures import GROUP, NAMES, grouped, lines, order, rate
+from grace_bench.tasks.plan import AS_IS, LOOPBACK
+from grace_bench.tasks.run import Row
+from grace_bench.tasks.tasks import task_of
 
 LEGEND, LETTERS = 1.7, 14
 """Inches of a method in a legend, and letters of a title in an inch."""

@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grace.bench.lab import network
-from grace.bench.tasks import cluster, plan, run, show
-from grace.bench.tasks.tasks import TASKS
-from grace.bench.tasks.tasks import tasks as every_task
 from grace.cli import inputs
 from grace.cli.inputs import listed, numbers
+from grace_bench.lab import network
+from grace_bench.tasks import cluster, plan, run, show
+from grace_bench.tasks.tasks import TASKS
+from grace_bench.tasks.tasks import tasks as every_task
 
 
 def tasks(

@@ -17,11 +17,11 @@ import tensorflow as tf
 
 import grace.tensorflow
 from grace import grace_from_params
-from grace.bench.tasks.data import Arrays
-from grace.bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
-from grace.bench.tasks.plan import CHOICE
-from grace.bench.tasks.tasks import Scale, Task
 from grace.local import DiLoCo, from_params
+from grace_bench.tasks.data import Arrays
+from grace_bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
+from grace_bench.tasks.plan import CHOICE
+from grace_bench.tasks.tasks import Scale, Task
 
 
 class Trainer:

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from grace.bench.tasks.plan import Job
-from grace.bench.tasks.run import Row, events, rows_of
+from grace_bench.tasks.plan import Job
+from grace_bench.tasks.run import Row, events, rows_of
 
 HEAD = """#!/usr/bin/env bash
 # {what}
@@ -28,7 +28,7 @@ for job in jobs/torch-*.json; do
   rm -f "$out"/*.jsonl
   timeout "${{LIMIT:-7200}}" "$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" \\
     --nproc-per-node "$NPROC" --master-addr "$MASTER_ADDR" --master-port "$PORT" \\
-    -m grace.bench.tasks.worker "$job" "$out" >"$out/output-$NODE_RANK.txt" 2>&1 || echo "$job failed: $out" >&2
+    -m grace_bench.tasks.worker "$job" "$out" >"$out/output-$NODE_RANK.txt" 2>&1 || echo "$job failed: $out" >&2
   PORT=$((PORT + 1))
 done
 """
@@ -40,7 +40,7 @@ for job in jobs/keras-*.json; do
   grep -q '"done"' "$out/0.jsonl" 2>/dev/null && continue
   rm -f "$out"/*.jsonl
   timeout "${{LIMIT:-7200}}" horovodrun --gloo -np "$NP" -H "$HOSTS" ${{OPTIONS:-}} \\
-    "$PYTHON" -m grace.bench.tasks.worker "$job" "$out" >"$out/output.txt" 2>&1 || echo "$job failed: $out" >&2
+    "$PYTHON" -m grace_bench.tasks.worker "$job" "$out" >"$out/output.txt" 2>&1 || echo "$job failed: $out" >&2
 done
 """
 

@@ -1,4 +1,4 @@
-"""Tables and a chart of `grace.bench.sidco`'s results."""
+"""Tables and a chart of `grace_bench.sidco`'s results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grace.bench.sidco import RATIOS, Record, Results
+from grace_bench.sidco import RATIOS, Record, Results
 
 if TYPE_CHECKING:
     from rich.console import Console

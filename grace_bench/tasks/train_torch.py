@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import grace.torch
 from grace import Grace, grace_from_params
-from grace.bench.tasks.data import Arrays
-from grace.bench.tasks.plan import CHOICE
-from grace.bench.tasks.tasks import Scale, Task
-from grace.bench.tasks.torch_models import MODELS, loss_of, optimizer_of, predict
 from grace.local import DiLoCo, from_params
+from grace_bench.tasks.data import Arrays
+from grace_bench.tasks.plan import CHOICE
+from grace_bench.tasks.tasks import Scale, Task
+from grace_bench.tasks.torch_models import MODELS, loss_of, optimizer_of, predict
 
 
 class Trainer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +12,96 @@ import typer
 from rich.console import Console
 
 from grace.bench import plan
+from grace.bench.kernels import REMEDIES
 from grace.cli import inputs
 from grace.cli.inputs import listed, numbers
 from grace_bench import sidco as bench
 from grace_bench import sidco_show
 from grace_bench.tasks.command import tasks
+
+
+def gpu(
+    context: typer.Context,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="With --show: results.")] = None,
+    backend: Annotated[str, typer.Option(help="cuda, or cpu to test the command itself.")] = "cuda",
+    quick: Annotated[bool, typer.Option("--quick", help="Small tensors and few methods.")] = False,
+    part: Annotated[
+        str, typer.Option(help="What to run: kernels, loops, steps, training, or several with commas.")
+    ] = "kernels,loops,steps,training",
+    minutes: Annotated[
+        float, typer.Option(min=0.1, callback=inputs.finite("of minutes"), help="About how long it may take.")
+    ] = 9.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            callback=inputs.output_file,
+            help="Where to write; on a GPU by default benchmarks/results/gpu-NAME.json, or ./gpu-NAME.json.",
+        ),
+    ] = None,
+    show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
+    as_json: inputs.AsJson = False,
+) -> None:
+    """Test methods, kernels and training runs on a CUDA device, time methods and exchanges, and write one file."""
+    listed(backend, ("cuda", "cpu"), "--backend")
+    if show_only:
+        others = {"quick": "--quick", "part": "--part", "minutes": "--minutes", "output": "--output"}
+        inputs.alone(context, "--show", others)
+        _show_gpu(files or sorted(Path("benchmarks/results").glob("gpu-*.json")), backend == "cpu", as_json)
+        return
+    if files:
+        raise typer.BadParameter(f"{str(files[0])!r}: FILE has a meaning with --show only; --output is where to write")
+    if importlib.util.find_spec("torch") is None:
+        raise typer.BadParameter(f"PyTorch is missing: {REMEDIES['torch']}")
+    from grace_bench import gpu as device
+
+    parts = listed(part, device.PARTS, "--part")
+    if backend == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter(
+                "PyTorch finds no CUDA device here, so there is nothing to measure. --backend cpu --quick tests the "
+                "command itself"
+            )
+        if output is None:
+            folder = Path("benchmarks/results")
+            output = (folder if folder.is_dir() else Path()) / device.file_name(torch.cuda.get_device_name())
+    console = Console(stderr=True)
+
+    said = [""]
+
+    def progress(text: str) -> None:
+        if text != said[0]:
+            console.print(text, markup=False, highlight=False)
+        said[0] = text
+
+    found = device.measure(backend, quick, minutes, output, progress, parts)
+    print(json.dumps(found, indent=2) if as_json else device.tables(found))
+    for failure in (failures := device.failures(found)):
+        console.print(failure, markup=False)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
+    # By default the tables omit files that were measured on a CPU.
+    from grace_bench import gpu as device
+
+    try:
+        found = device.read(files)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    measured = [data for data in found if data["gpu"] or with_cpu]
+    if not measured:
+        raise typer.BadParameter("none of these files is of a GPU: run `grace bench gpu` on a machine with one")
+    if as_json:
+        print(json.dumps(measured, indent=2))
+        return
+    for data in measured:
+        print(device.tables(data))
 
 
 def sidco(
@@ -62,4 +149,4 @@ def sidco(
         sidco_show.plot(results, str(plot_file))
 
 
-COMMANDS = (sidco, tasks)
+COMMANDS = (gpu, sidco, tasks)

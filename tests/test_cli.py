@@ -414,6 +414,7 @@ def test_a_report_is_readable_in_80_columns(files):
     [
         ("bench tasks --task digits --quick", "`grace bench tasks` needs grace-compression-bench"),
         ("bench sidco --epochs 0", "`grace bench sidco` needs grace-compression-bench"),
+        ("bench gpu --json", "`grace bench gpu` needs grace-compression-bench"),
         (f"bench kernels topk --peer {Path(__file__).parent}", "--peer needs grace-compression-bench"),
     ],
 )

@@ -12,8 +12,8 @@ pytest.importorskip("typer", reason="the command line")
 from support.endings import end
 from typer.testing import CliRunner
 
-from grace.bench import gpu, processes, text, trainings
 from grace.cli.app import app
+from grace_bench import gpu, processes, text, trainings
 
 
 def call(*words, status=0):

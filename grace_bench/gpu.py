@@ -21,8 +21,7 @@ import numpy as np
 
 from grace.backends import get_backend
 from grace.bench import kernels as bench
-from grace.bench import plan, processes, text
-from grace.bench import trainings as loops
+from grace.bench import plan
 from grace.bench.subjects import backend, cuda_of, drive, gradient, own, stepper
 from grace.core import Context
 from grace.core.method import Method, materialize
@@ -30,6 +29,8 @@ from grace.core.registry import compressors
 from grace.factory import grace_from_params
 from grace.planner import models
 from grace.testing.compressors import LAWS
+from grace_bench import processes, text
+from grace_bench import trainings as loops
 
 FORMAT = 2
 SIZE, QUICK_SIZE = 25_000_000, 100_000

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import grace
-from grace.bench.processes import Measurement
 from grace.factory import grace_from_params
+from grace_bench.processes import Measurement
 
 STEPS = 6
 TOLERANCE = 1e-3

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import grace
-from grace.bench.processes import Measurement
 from grace.factory import grace_from_params
+from grace_bench.processes import Measurement
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},

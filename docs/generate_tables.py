@@ -1,4 +1,4 @@
-"""Prints the tables of docs/advise.md, planner.md and sidco.md anew, from stored costs or what is measured here.
+"""Prints the tables of docs/advise.md, planner.md and systems-measured.md anew, from stored costs or what is measured here.
 
 python docs/generate_tables.py advise               # half a minute; advise.png, too
 python docs/generate_tables.py plan                 # of planner.md
@@ -124,7 +124,7 @@ def sidco(file: str = "") -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not file:
         path.unlink()
-    replaced(DOCS / "sidco.md", lambda name: {"sidco: K / k": kept, "sidco: times": times}[name](found))
+    replaced(DOCS / "systems-measured.md", lambda name: {"sidco: K / k": kept, "sidco: times": times}[name](found))
 
 
 if __name__ == "__main__":

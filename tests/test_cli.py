@@ -581,7 +581,7 @@ def test_tables_of_the_documentation_are_put_in_by_a_command(tmp_path):
         "before\n<!-- grace a -->\n\nnew grace a\n\n<!-- end -->\nbetween\n"
         "<!-- grace b -->\n\nnew grace b\n\n<!-- end -->\nafter\n"
     )
-    for name in ("advise.md", "sidco.md", "planner.md"):
+    for name in ("advise.md", "systems-measured.md", "planner.md"):
         blocks = made.BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
         assert blocks, name
     training = [{"method": "dense", "ratio": None, "accuracy": 0.9}]

@@ -90,6 +90,8 @@ def test_a_step_without_an_exchange_is_an_error_on_all_workers(found):
         ("no trainer", "TypeError: a transformers.Trainer is needed, not GPT2LMHeadModel"),
         ("deepspeed", "ValueError: .* DeepSpeed averages gradients itself"),
         ("parts", "ValueError: .* transformers loaded the model in parts"),
+        ("tensor parallel", "ValueError: .* transformers loaded the model in parts"),
+        ("device map", r"ValueError: .* the model lies on several devices \(device_map\)"),
         ("data parallel", r"ValueError: .* one process drives several GPUs \(DataParallel\)"),
         ("fsdp1", "ValueError: .* FSDP1 offers no hook"),
         ("fsdp local", "ValueError: local training steps a plain model"),

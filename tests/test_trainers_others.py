@@ -92,6 +92,9 @@ def test_lightning_logs_what_was_sent(found):
         ("lightning foreign", "ValueError: this checkpoint was written without grace.torch.LightningCallback"),
         ("lightning mesh", "ValueError: the model is sharded over 1 workers, but grace averages over 2"),
         ("plain", "ValueError: Sequential is neither DistributedDataParallel nor an FSDP2 model"),
+        ("data parallel", "ValueError: DataParallel is neither DistributedDataParallel nor an FSDP2 model"),
+        ("accelerate engine", "ValueError: Engine is neither DistributedDataParallel nor an FSDP2 model"),
+        ("lightning engine", "ValueError: Engine is neither DistributedDataParallel nor an FSDP2 model"),
         ("no model", "TypeError: a model is needed, not list"),
         ("bypass", "RuntimeError: no gradient went through GRACE in this step"),
         ("another", "$"),  # an optimizer of another model may step

@@ -181,6 +181,14 @@ for name, attribute in (("deepspeed", "is_deepspeed_enabled"), ("parts", "is_dis
     setattr(refused, attribute, True)
     found[name] = error_of(grace.torch.trainer, refused, TOPK)
 refused, _ = made("refused")
+refused.model._tp_size = 2  # as from_pretrained(tp_plan="auto") on two devices leaves it
+assert refused.model.tp_size == 2
+found["tensor parallel"] = error_of(grace.torch.trainer, refused, TOPK)
+placed = model()
+placed.hf_device_map = {"transformer": 0, "lm_head": 1}
+placed = Trainer(placed, TrainingArguments(str(out / "refused"), report_to=[], use_cpu=True))
+found["device map"] = error_of(grace.torch.trainer, placed, TOPK)
+refused, _ = made("refused")
 refused.args._n_gpu = 2
 found["data parallel"] = error_of(grace.torch.trainer, refused, TOPK)
 refused, _ = made("refused", auto_find_batch_size=True)

@@ -267,6 +267,27 @@ found["skipped"] = (torch.equal(skipped[0], plain[0]), skipped[1] == plain[1], s
 
 # What is refused, on all workers.
 found["plain"] = error_of(grace.torch.compress, net(), TOPK)
+found["data parallel"] = error_of(grace.torch.compress, nn.DataParallel(net()), TOPK)
+
+
+class Engine(nn.Module):
+    """As DeepSpeed's: it holds the model, and averages gradients itself."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class OwnEngine(lightning.pytorch.strategies.DDPStrategy):
+    """As Lightning's DeepSpeedStrategy: another wrapper than DDP."""
+
+    def _setup_model(self, model):
+        return Engine(model)
+
+
+hook = grace.torch.AccelerateHook(TOPK)
+found["accelerate engine"] = error_of(hook.register_comm_hook, Engine(net()))
+found["lightning engine"] = error_of(lit, TOPK, strategy=OwnEngine())
 found["no model"] = error_of(grace.torch.compress, [net()], TOPK)
 model = nn.parallel.DistributedDataParallel(net())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

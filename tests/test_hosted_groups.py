@@ -17,10 +17,16 @@ METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32"},
     "topk, coded": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "elias_fano"},
     "natural": {"compressor": "natural"},
+    "signum": {"compressor": "signum"},
 }
 CARRIERS = {"gathered": {"communicator": "allgather"}, "two stages": {"communicator": "twostage", "min_shard": 600}}
-SUMMED = {"uncompressed with a residual": {"compressor": "none", "memory": "residual"}, "fp16": {"compressor": "fp16"}}
+SUMMED = {
+    "uncompressed with a residual": {"compressor": "none", "memory": "residual"},
+    "fp16": {"compressor": "fp16"},
+    "randomk": {"compressor": "randomk", "compress_ratio": 0.05},
+}
 CASES = {f"{m}, {c}": {**METHODS[m], **CARRIERS[c]} for m in METHODS for c in CARRIERS} | SUMMED
+CASES |= {"topk, ef21": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32", "memory": "ef21"}}
 BROKEN = f"t{SIZES[3]}"
 
 

@@ -12,6 +12,7 @@ from support.groups import (
     SIZES,
     WORKERS,
     carried,
+    carries,
     drawn,
     equal,
     groups_of,
@@ -36,9 +37,8 @@ def kernels(monkeypatch):
     monkeypatch.setenv("GRACE_KERNELS", PLAIN)  # the same bits as all others, and as the plain functions
 
 
-PAIRS = [
-    (method, carrier) for method in METHODS for carrier in CARRIERS if method != "powersgd" or carrier == "gathered"
-]
+DECIDED = ("int4", "topk", "powersgd", "signum", "topk, coded, ef21", "randomk")
+PAIRS = [(method, carrier) for method in METHODS for carrier in CARRIERS if carries(method, carrier)]
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
@@ -133,7 +133,7 @@ def test_a_dead_direction_is_revived_as_by_the_plain_functions(name, monkeypatch
             np.testing.assert_allclose(mean, other[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("method, carrier", [pair for pair in PAIRS if pair[0] in ("int4", "topk", "powersgd")])
+@pytest.mark.parametrize("method, carrier", [pair for pair in PAIRS if pair[0] in DECIDED])
 def test_a_thrown_away_exchange_of_a_group_leaves_no_trace(carrier, method):
     xp, params, sizes = backend("torch"), carried(method, carrier), tensors(method)
     graces, others = team(params, WORKERS[carrier][-2], xp, sizes), team(params, WORKERS[carrier][-2], xp, sizes)

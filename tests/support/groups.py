@@ -25,7 +25,20 @@ METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32"},
     "topk, coded": {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"},
     "powersgd": {"compressor": "powersgd", "compress_rank": 3},
+    "signum": {"compressor": "signum"},
+    "qsgd of a momentum": {"compressor": "qsgd", "memory": "momentum", "momentum": 0.7},
+    "natural, ef21": {"compressor": "natural", "memory": "ef21"},
+    "topk, coded, ef21": {"compressor": "topk", "index_coding": "elias_fano", "memory": "ef21", "momentum": 0.3},
+    "signs, lowpass": {"compressor": "efsignsgd", "memory": "lowpass", "reset_every": 2},
+    "topk, decoupled": {"compressor": "topk", "index_coding": "int32", "memory": "decoupled_momentum"},
+    "int4, a weighted residual": {"compressor": "blockint", "memory": "residual", "beta": 0.9},
+    "randomk": {"compressor": "randomk", "compress_ratio": 0.05},
+    "randomk, unbiased": {"compressor": "randomk", "compress_ratio": 0.3, "memory": "none", "unbiased_scale": True},
+    "randomk, ef21": {"compressor": "randomk", "memory": "ef21"},
+    "uncompressed momentum": {"compressor": "none", "memory": "momentum"},
 }
+SUMMED = ("powersgd", "randomk", "randomk, unbiased", "randomk, ef21", "uncompressed momentum")
+"""Methods that communicator "allreduce" carries."""
 MATRICES = ((40, 50), (50, 40), (16, 8, 3, 3), (40, 50, 1), (200, 130))
 CARRIERS = {
     "gathered": {"communicator": "allgather"},
@@ -51,9 +64,15 @@ def tensors(method):
     return MATRICES if method == "powersgd" else SIZES
 
 
+def carries(method, carrier):
+    """Whether a carrier is that of a method's groups."""
+    one_stage = METHODS[method].get("memory") != "ef21" or "two stages" not in carrier
+    return carrier == "gathered" if method in SUMMED else one_stage
+
+
 def carried(method, carrier):
     """The settings of a method with a communicator that carries it."""
-    return METHODS[method] | ({} if method == "powersgd" else CARRIERS[carrier])
+    return METHODS[method] | ({} if method in SUMMED else CARRIERS[carrier])
 
 
 def team(params, workers, xp, sizes=SIZES, **options):

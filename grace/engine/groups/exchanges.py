@@ -12,7 +12,7 @@ import numpy as np
 
 from grace.backends import Backend
 from grace.core import Array, Compressor, Context, Program
-from grace.core.collectives import AllToAll, Collective, Gather, Reduce
+from grace.core.collectives import AllToAll, Collective, Gather
 from grace.core.dtypes import ITEMSIZE
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
@@ -67,6 +67,10 @@ class Feedback:
         self._new = self._table.new(self._which) + self._bytes
         self._table.flights.append(self)
         return self._old, self._new
+
+    def encode(self, encoder: Encoder, x: Any, out: int, step: int) -> None:
+        """Encode the sums of the vectors at the addresses ``x`` and their residuals to the message at ``out``."""
+        encoder.encode(x, *self.begin(x), out, step)
 
     def before(self, number: int, row: Array) -> Array | None:
         """Return a row as it was before this exchange if the exchange has swapped it with x, else None."""
@@ -167,7 +171,7 @@ class Group(ABC):
     ):
         self.xp, self.library, self.method, self.communicator = xp, library, method, communicator
         self.contexts, self.cells = contexts, cells
-        self.feedback: list[Feedback] = []
+        self.feedback: list[Any] = []
 
     def places(self, vectors: Sequence[Array]) -> Sequence[int]:
         """The addresses of the units' vectors."""
@@ -217,6 +221,27 @@ class CodedGroup(Group):
         super().__init__(*parts)
         self.coding = self.coding_of(self.xp, self.library, self.method.compressor)
 
+    def _state(
+        self, method: Method, prefixes: Sequence[str], points: Sequence[Point], starts: Sequence[int], units: Any
+    ) -> Any:
+        # The state of some points: for each, the prefix of its cells' keys, the element of its unit's state at which
+        # it starts, and its unit's number. None without a state.
+        cells = [
+            {key.removeprefix(prefix): cell for key, cell in self.cells[unit].items() if key.startswith(prefix)}
+            for unit, prefix in zip(units.tolist(), prefixes, strict=True)
+        ]
+        return self._feedback(method, cells, points, starts, units) if cells and cells[0] else None
+
+    def _feedback(
+        self,
+        method: Method,
+        cells: Sequence[Mapping[str, RowCell]],
+        points: Sequence[Point],
+        starts: Sequence[int],
+        units: Any,
+    ) -> Any:
+        return self.coding.feedback([each["residual"] for each in cells], points, starts, units)
+
     @abstractmethod
     def settle(self, ok: Sequence[bool] | None) -> None:
         """Keep the new state of units where ``ok``, by default of all. x must be as `exchange` left it."""
@@ -236,8 +261,11 @@ class CodedGroup(Group):
 
     def _encoded(self, encoder: Encoder, feedback: Feedback | None, x: Any, step: int) -> Array:
         message = self.xp.buffers.empty((encoder.message.size,), "uint8")
-        old, new = (0, 0) if feedback is None else feedback.begin(x)
-        encoder.encode(x, old, new, self.xp.buffers.address(message), step)
+        out = self.xp.buffers.address(message)
+        if feedback is None:
+            encoder.encode(x, 0, 0, out, step)
+        else:
+            feedback.encode(encoder, x, out, step)
         return message
 
     def _decoded(self, decoder: Decoder, addresses: Any, out: Any, step: int) -> None:
@@ -269,9 +297,9 @@ class GatheredGroup(CodedGroup):
         self._encoder = self.coding.encoder(self._points, self._message)
         senders, units = np.tile(np.arange(workers), (len(self._points), 1)), np.arange(len(self._points))
         self._decoder = self.coding.decoder(self._points, self._message.places, senders, units)
-        if RESIDUAL in self.cells[0]:
-            cells = [each[RESIDUAL] for each in self.cells]
-            self.feedback = [self.coding.feedback(cells, self._points, [0] * len(cells), units)]
+        prefixes, starts = ["memory/"] * len(self._points), [0] * len(self._points)
+        state = self._state(self.method, prefixes, self._points, starts, units)
+        self.feedback = [] if state is None else [state]
 
     @property
     def asked(self) -> Sequence[Collective]:
@@ -338,17 +366,11 @@ class TwoStageGroup(CodedGroup):
     def _set_up_feedback(self, places: Sequence[int]) -> None:
         # ``places``: the index of each shard among the shards of its unit.
         whole = cuttable(self.method.compressor)
-        keys = [f"worker/{RESIDUAL}" if whole else f"worker.{place}/{RESIDUAL}" for place in places]
-        found = [self.cells[unit].get(key) for unit, key in zip(self._unit, keys, strict=True)]
-        cells = [cell for cell in found if cell is not None]
-        self._worker = self._again_feedback = None
-        if cells:
-            starts = self._starts.tolist() if whole else [0] * len(cells)
-            self._worker = self.coding.feedback(cells, self._first, starts, self._unit)
-        server = [self.cells[self._unit[number]].get(f"server/{RESIDUAL}") for number in self._own]
-        if any(cell is not None for cell in server):
-            cells, starts = [cell for cell in server if cell], [0] * len(server)
-            self._again_feedback = self.coding.feedback(cells, self._server, starts, self._unit[self._own])
+        prefixes = ["worker/memory/" if whole else f"worker.{place}/memory/" for place in places]
+        starts = self._starts.tolist() if whole else [0] * len(places)
+        self._worker = self._state(self.method, prefixes, self._first, starts, self._unit)
+        prefixes, again = ["server/memory/"] * len(self._own), self.method.for_second_stage
+        self._again_feedback = self._state(again, prefixes, self._server, [0] * len(self._own), self._unit[self._own])
         self.feedback = [each for each in (self._worker, self._again_feedback) if each is not None]
 
     @property
@@ -413,66 +435,6 @@ class TwoStageGroup(CodedGroup):
                 found[unit][0] += size
                 found[unit][1] += again
         return [(sent, received) for sent, received in found]
-
-
-class SummedGroup(Group):
-    """Sums of gradients and residuals, uncompressed, by communicator "allreduce". Nothing is left for a residual."""
-
-    rounds = 1
-
-    def __init__(self, *parts: Any):
-        super().__init__(*parts)
-        self._sizes = [ctx.size for ctx in self.contexts]
-        self._starts = np.cumsum([0, *self._sizes])
-        cells = [each[RESIDUAL] for each in self.cells]
-        self._table, self._which = cells[0].table, np.array([cell.number for cell in cells], np.int64)
-
-    def hold(self) -> None:
-        self._table.hold(self._which)
-
-    def undo(self) -> None:
-        pass  # the state is written at the end of an exchange
-
-    @property
-    def asked(self) -> Sequence[Collective]:
-        return (Reduce((Form("float32", (int(self._starts[-1]),)),), "mean", donated=True),)
-
-    def exchange(self, x: Sequence[int], step: int) -> Program[Array]:
-        whole = self.xp.buffers.empty((int(self._starts[-1]),))
-        parts = self._parts(self.xp.buffers.address(whole))
-        for part, mine, residual in zip(parts, self._views(x), self._views(self._table.old(self._which)), strict=True):
-            np.add(mine, residual, out=part)
-        (mean,) = yield Reduce((whole,), "mean", donated=True)
-        return mean
-
-    def finite(self, landed: Array) -> list[bool] | None:
-        starts = self.xp.buffers.address(landed) + FLOAT * self._starts[:-1]
-        if self.library.finite([int(starts[0])], [int(self._starts[-1])], 1):
-            return None
-        return [bool(self.library.finite([at], [n], 1)) for at, n in zip(starts.tolist(), self._sizes, strict=True)]
-
-    def finish(self, landed: Array, x: Sequence[int], ok: Sequence[bool] | None) -> None:
-        for part, mean in zip(self._parts(self.xp.buffers.address(landed)), self._views(x), strict=True):
-            mean[...] = part
-        kept = np.ones(len(self._sizes), bool) if ok is None else np.array(ok)
-        for residual, new in zip(self._views(self._table.new(self._which)), kept.tolist(), strict=True):
-            if new:
-                residual[...] = 0
-        self._table.advance(self._which[kept])
-
-    def _parts(self, base: int) -> list[Any]:
-        return self._views(base + FLOAT * self._starts[:-1])
-
-    def _views(self, addresses: Any) -> list[Any]:
-        # The units' vectors at these addresses.
-        return [
-            np.ctypeslib.as_array((ctypes.c_float * size).from_address(int(at)))
-            for at, size in zip(addresses, self._sizes, strict=True)
-        ]
-
-    @property
-    def traffic(self) -> list[tuple[int, int]]:
-        return [(FLOAT * size,) * 2 for size in self._sizes]
 
 
 def _point(compressor: Compressor, ctx: Context, destination: int = 0) -> Point:

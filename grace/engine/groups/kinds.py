@@ -12,16 +12,29 @@ from grace.compressors.measured.bf16 import BF16
 from grace.compressors.measured.fp16 import FP16
 from grace.compressors.measured.none import NoCompression
 from grace.compressors.measured.powersgd import PowerSGD
+from grace.compressors.studies.randomk import RandomK
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, SummedGroup, TwoStageGroup
+from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, TwoStageGroup
+from grace.engine.groups.joint import JointGathered, JointSummed, JointTwoStage, SummedGroup
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
 from grace.engine.groups.machines import HierarchicalGroup
 from grace.engine.groups.recipes import recipe
+from grace.memories.decoupled import DecoupledMomentum
+from grace.memories.ef21 import EF21
+from grace.memories.lowpass import LowPass
+from grace.memories.momentum import Momentum
 from grace.memories.none import NoMemory
+from grace.memories.residual import Residual
 
 GROUPS: dict[type[Communicator], type[CodedGroup]] = {Allgather: GatheredGroup, TwoStage: TwoStageGroup}
+JOINT: dict[type[Communicator], type[CodedGroup]] = {Allgather: JointGathered, TwoStage: JointTwoStage}
+"""The classes for `ELEMENTWISE` memories other than standard error feedback."""
+ELEMENTWISE = (NoMemory, Residual, Momentum, EF21, LowPass, DecoupledMomentum)
+"""Memories that treat each element alone, and so run on joined vectors. A subclass may not."""
+LARGE = 2**22
+"""Largest tensor that joins its group's vector, which is a copy of it; as is each array of its state, for a while."""
 
 
 class Kind(NamedTuple):
@@ -46,28 +59,43 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
     if type(communicator) is Hierarchical:
         return _of_machines(method, communicator, ctx, state)
     memory, compressor = method.memory, method.compressor
-    if ctx.size == 0 or not memory.standard_feedback or type(memory).after_mean is not Memory.after_mean:
+    standard = memory.standard_feedback and type(memory).after_mean is Memory.after_mean
+    joins = type(memory) in ELEMENTWISE and (standard or ctx.size <= LARGE)
+    if ctx.size == 0 or not (standard or joins):
         return None
-    if type(communicator) is Allreduce and type(compressor) is PowerSGD:
-        return Kind(LowRankGroup) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
-    if type(communicator) is Allreduce and type(compressor) is NoCompression:
-        return Kind(SummedGroup) if state.keys() == {RESIDUAL} and ctx.wire == "float32" else None
-    found = GROUPS.get(type(communicator))
-    if found is None or (judged and not compressor.traits.nonfinite_in_payload):
+    if type(communicator) is Allreduce:
+        if type(compressor) is PowerSGD and standard:
+            return Kind(LowRankGroup) if state.keys() <= {RESIDUAL, DIRECTIONS} else None
+        return _summed(method, ctx, state) if joins else None
+    found = (GROUPS if standard else JOINT).get(type(communicator))
+    if found is None or (standard and judged and not compressor.traits.nonfinite_in_payload):
         return None
-    if any(not key.endswith(RESIDUAL) for key in state):
+    if standard and any(not key.endswith(RESIDUAL) for key in state):
         return None
     parts = [ctx]
     if isinstance(communicator, TwoStage):
-        if memory.second_stage is not None:
-            return None
         parts = [shard for shard in communicator.owned(compressor, ctx).values() if shard.size]
     recipes = [recipe(compressor, part) for part in parts]
-    if state and any(each is not None and each.codec is not None for each in recipes):
+    swapped = standard or method.for_second_stage.memory.standard_feedback
+    if (
+        swapped
+        and any(key.endswith(RESIDUAL) for key in state)
+        and any(each is not None and each.codec is not None for each in recipes)
+    ):
         return None  # codes_encode cannot swap residuals
     forms = {None if each is None else each.coded is not None for each in recipes}
     form = forms.pop()
     return None if form is None or forms else Kind(found, form)
+
+
+def _summed(method: Method, ctx: Context, state: State) -> Kind | None:
+    # The kind of a tensor whose payloads communicator "allreduce" sums.
+    compressor = method.compressor
+    if type(compressor) is RandomK:
+        return Kind(JointSummed) if compressor.mode == "fixed" and ctx.size <= LARGE else None
+    if type(compressor) is not NoCompression or not state or ctx.wire != "float32":
+        return None
+    return Kind(SummedGroup if method.memory.standard_feedback else JointSummed)
 
 
 def _of_machines(method: Method, communicator: Hierarchical, ctx: Context, state: State) -> Kind | None:

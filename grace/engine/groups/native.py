@@ -62,7 +62,7 @@ class Message:
         return {array: places[list(members)] for array, places in self.places.items()}
 
 
-class _Draws:
+class Draws:
     """The random numbers of a group's points: their keys or their noise, as columns of a table of kernel calls."""
 
     def __init__(self, library: Library, points: Sequence[Point], rows: Rows):
@@ -159,7 +159,7 @@ class Encoder:
         recipe = points[0].recipe
         self._rows = rows = Rows(library, recipe.encode, len(points))
         _constants(rows, points, 1 if self._threads > 1 else threads)
-        self._draws = _Draws(library, points, rows) if recipe.draws else None
+        self._draws = Draws(library, points, rows) if recipe.draws else None
         self._codecs = _Codecs(points, rows) if recipe.codec is not None else None
         self._coding = _Coding(library, points, "positions_write") if recipe.coded else None
 
@@ -207,7 +207,7 @@ class Decoder:
             rows.keep(array, list(pointers))
         if recipe.counted:
             rows.keep("counts", [np.full(count, point.recipe.arrays[0][2], np.int64) for point in points])
-        self._draws = _Draws(library, points, rows) if recipe.draws and "key0" in rows else None
+        self._draws = Draws(library, points, rows) if recipe.draws and "key0" in rows else None
         self._codecs = _Codecs(points, rows) if recipe.codec is not None else None
         lengths = {
             array: [point.recipe.arrays[c][2] for point in points] for c, (array, *_) in enumerate(recipe.arrays)

@@ -19,6 +19,7 @@ from grace.compressors.measured.signsgd import SignSGD
 from grace.compressors.measured.terngrad import TernGrad
 from grace.compressors.measured.topk import TopK
 from grace.compressors.sparse import kept
+from grace.compressors.studies.signum import Signum
 from grace.core import Compressor, Context
 from grace.engine.codecs.quantisers import NATURAL
 from grace.kernels import Codes
@@ -141,6 +142,7 @@ RECIPES: dict[type, Callable[[Any, Context], Recipe | None]] = {
     QSGD: _levels,
     TernGrad: _ternary,
     SignSGD: _votes,
+    Signum: _votes,
     Natural: _powers,
     Eden: _rotated,
     TopK: _largest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -19,8 +19,13 @@ from grace.core.collectives import Gather
 from grace.core.program import run_local
 from grace.core.registry import compressors, memories, take, unknown_key
 from grace.engine.codecs import TensorCodec
+from grace.engine.groups.exchanges import FLOAT, addresses
+from grace.engine.groups.native import Decoder, Encoder, Message, Point
+from grace.engine.groups.recipes import recipe
 from grace.engine.report import TensorReport
 from grace.engine.session import Grace
+from grace.kernels import Library
+from grace.kernels.host import HostKernels
 from grace.transports.torch_distributed import ALL_GATHER, TorchDistributedTransport
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -77,6 +82,50 @@ def _unsuitable(compressor: Compressor) -> str:
     return ""
 
 
+Part = tuple[slice, Callable[..., Context] | None]
+"""The place of a parameter in a shard, and what makes the context of a worker's shard of it; None: sent as it is."""
+
+
+class Together:
+    """Parameters that native kernels encode by one call, and decode by another, for all workers."""
+
+    def __init__(self, library: Library, points: Sequence[Sequence[Point]], places: Sequence[slice], rank: int):
+        """``points``: for each worker, its shards of the parameters, which lie at ``places`` of all its shards."""
+        xp, workers = points[0][0].ctx.xp, len(points)
+        self._xp, self._places, self._message = xp, places, Message(points[rank])
+        self._starts = FLOAT * np.array([place.start for place in places], np.int64)
+        self._encoder = Encoder(library, points[rank], self._message, xp.threads)
+        at = {array: np.tile(starts, workers) for array, starts in self._message.places.items()}
+        senders = np.repeat(np.arange(workers), len(places))[:, None]
+        self._decoder = Decoder(library, [point for each in points for point in each], at, senders, xp.threads)
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], compressor: Compressor, xp: Any, rank: int, workers: int) -> Together | None:
+        """The parameters of these parts; None if no kernel encodes all of them."""
+        points: list[list[Point]] = [[] for _ in range(workers)]
+        for _, of_worker in parts:
+            for worker, mine in enumerate(points):
+                ctx = cast(Any, of_worker)(rank=worker)
+                if (found := recipe(compressor, ctx)) is None or found.coded is not None:
+                    return None
+                mine.append(Point(ctx, found))
+        return cls(xp.kernels.library, points, [place for place, _ in parts], rank) if parts else None
+
+    def encode(self, x: torch.Tensor, step: int) -> Payload:
+        """The message of this worker, from all its shards."""
+        values, message = x.float(), torch.empty(self._message.size, dtype=torch.uint8)
+        self._encoder.encode(values.data_ptr() + self._starts, 0, 0, message.data_ptr(), step)
+        return (message,)
+
+    def decode(self, messages: Sequence[Payload], rows: torch.Tensor, step: int) -> None:
+        """Write the parameters of each worker to its row of ``rows``."""
+        values = rows if rows.dtype == torch.float32 else torch.empty(rows.shape)
+        starts = values.data_ptr() + FLOAT * values.shape[1] * np.arange(len(rows))[:, None] + self._starts
+        self._decoder.mean(addresses(self._xp, messages), starts.reshape(-1), step)
+        for place in self._places if values is not rows else ():
+            rows[:, place] = values[:, place]
+
+
 class Mode:
     """Whether the latest forward pass of a model records gradients."""
 
@@ -98,6 +147,7 @@ class ParameterGather:
         self._method = TensorCodec(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()
         self._transports: dict[Any, TorchDistributedTransport] = {}
+        self._layouts: dict[Any, tuple[list[Part], Together | None]] = {}
         self.mode: Mode | None = None
         """If set, gathers are exact in forward passes without gradients; if None, these gathers are compressed, too."""
         self._gathers, self._sent, self._plain = 0, 0, 0
@@ -163,31 +213,48 @@ class ParameterGather:
         return ""
 
     def _gather(self, out: torch.Tensor, x: torch.Tensor, transport: TorchDistributedTransport) -> None:
-        rank, rows = transport.rank, out.view(transport.size, -1)
-        parts = list(self._parts(transport.xp, DTYPES[x.dtype], transport.size))
-        payloads = [self._payload(x[place], compressed, of_worker(rank=rank)) for place, compressed, of_worker in parts]
+        rank, rows, step = transport.rank, out.view(transport.size, -1), self._grace.steps
+        alone, together = self._layout(transport, DTYPES[x.dtype])
+        payloads = [
+            self._payload(x[place], of_worker and of_worker(rank=rank, step=step)) for place, of_worker in alone
+        ]
+        if together is not None:
+            payloads.append(together.encode(x, step))
         self._sent += sum(array.nbytes for payload in payloads for array in payload)
-        gathered = transport.start([Gather(payload) for payload in payloads], f"parameters of {self._name}")()
-        for (place, compressed, of_worker), found in zip(parts, gathered, strict=True):
+        gathered = list(transport.start([Gather(payload) for payload in payloads], f"parameters of {self._name}")())
+        if together is not None:
+            together.decode(gathered.pop(), rows, step)
+        for (place, of_worker), found in zip(alone, gathered, strict=True):
             for worker, row in enumerate(rows):
-                if compressed:
-                    self._decode(found[worker], row[place], of_worker(rank=worker))
+                if of_worker is not None:
+                    self._decode(found[worker], row[place], of_worker(rank=worker, step=step))
                 elif worker != rank:
                     row[place].copy_(found[worker][0])
 
-    def _parts(self, xp: Any, wire: str, size: int) -> Iterator[tuple[slice, bool, Callable[..., Context]]]:
-        # For each parameter: its slice of a shard, whether to compress it, and a function from a rank to its Context.
+    def _layout(self, transport: TorchDistributedTransport, wire: str) -> tuple[list[Part], Together | None]:
+        # The parts of a shard that are encoded one by one, or not at all, and those that are encoded together.
+        if (transport, wire) not in self._layouts:
+            parts, xp = list(self._parts(transport.xp, wire, transport.size)), transport.xp
+            coded = [part for part in parts if part[1] is not None]
+            together = None
+            if isinstance(xp.kernels, HostKernels):
+                together = Together.of(coded, self._compressor, xp, transport.rank, transport.size)
+            alone = parts if together is None else [part for part in parts if part[1] is None]
+            self._layouts[transport, wire] = alone, together
+        return self._layouts[transport, wire]
+
+    def _parts(self, xp: Any, wire: str, size: int) -> Iterator[Part]:
         ends = accumulate((row for _, row in self._parameters), initial=0)
         for i, ((p, row), (a, b)) in enumerate(zip(self._parameters, pairwise(ends), strict=True)):
             if row:
                 of_worker = partial(
                     Context, xp, f"{self._name}/parameter{i}", (row,), world_size=size, wire=wire,
-                    step=self._grace.steps, seed=self._grace.options.seed,
+                    seed=self._grace.options.seed,
                 )  # fmt: skip
-                yield slice(a, b), p.dim() > 1 and self._compressor.applies(of_worker()), of_worker
+                yield slice(a, b), of_worker if p.dim() > 1 and self._compressor.applies(of_worker()) else None
 
-    def _payload(self, x: torch.Tensor, compressed: bool, ctx: Context) -> Payload:
-        if not compressed:
+    def _payload(self, x: torch.Tensor, ctx: Context | None) -> Payload:
+        if ctx is None:
             return (x,)
         # x is a part of FSDP's output.
         values = x if x.dtype == torch.float32 else x.float()  # donated: decoding overwrites x

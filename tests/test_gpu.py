@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("typer", reason="the command line")
 
+from launch import launch
 from support.endings import end
 from typer.testing import CliRunner
 
@@ -150,3 +152,14 @@ def test_processes_that_fail_are_told_from_those_that_take_too_long(codes, reaso
 
 def test_files_are_named_after_their_device():
     assert gpu.file_name("NVIDIA H100 80GB HBM3") == "gpu-nvidia-h100-80gb-hbm3.json"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(platform.system() != "Linux", reason="Triton is for Linux")
+def test_the_host_reads_no_value_of_a_device_in_a_step(tmp_path):
+    """With methods of a fixed length; headers and flags of a step are read in the next one."""
+    for worker in launch("torchrun", 2, "waits.py", tmp_path):
+        for case, (reads, late, steps, runs_as) in worker.items():
+            assert not any(reads), (case, reads)
+            assert (late, steps, runs_as) == ([1], 4, "triton"), case

@@ -94,9 +94,9 @@ class Buffers:
         """Whether the arrays may share memory."""
         return False
 
-    def fetch(self, flag: Array) -> Callable[[], bool]:
-        """Begin to copy a flag, bool[], to the host; returns a function that waits for it alone."""
-        return lambda: bool(self._xp.to_numpy(flag))
+    def fetch(self, x: Array) -> Callable[[], Any]:
+        """Begin to copy an array to the host; returns a function that waits for it alone: the array, in NumPy."""
+        return lambda: self._xp.to_numpy(x)
 
     def to_bytes(self, x: Array) -> Array:
         """Return uint8[nbytes], the array's memory in C order."""

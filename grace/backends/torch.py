@@ -420,7 +420,7 @@ class TorchBackend(Backend):
         return settled() if self.on_host else nullcontext()
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
-        if isinstance(ok, torch.Tensor) and ok.device.type != "cpu":
+        if isinstance(ok, torch.Tensor) and not self.on_host and ok.device.type == self.device.type:
             return torch.where(ok, new, old)  # avoids waiting for the device
         return new if ok else old
 

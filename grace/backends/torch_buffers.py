@@ -153,17 +153,17 @@ class TorchBuffers(Buffers):
         else:
             out.fill_(x)
 
-    def fetch(self, flag: Array) -> Callable[[], bool]:
-        if not flag.is_cuda:
-            return super().fetch(flag)
-        found = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-        found.copy_(flag, non_blocking=True)
+    def fetch(self, x: Array) -> Callable[[], Any]:
+        if not x.is_cuda:
+            return super().fetch(x)
+        found = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        found.copy_(x, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def wait() -> bool:
+        def wait() -> Any:
             arrived.synchronize()
-            return bool(found)
+            return found.numpy()
 
         return wait
 

@@ -219,17 +219,18 @@ class Exchange:
         return values
 
     def _check_headers(self) -> None:
-        # All workers see the same sums, so all of them raise. On a device, check the previous exchange's headers: they
-        # have arrived, so no synchronisation is needed.
+        # All workers see the same sums, so all of them raise. On a device, check the previous exchange's headers, whose
+        # copies have arrived, so that the host need not wait for this exchange.
         setup = self._setup
         if not setup.tagged:
             return
         place, results = setup.place(), [flight.scheduler.results for flight in self._flights]
-        found = [(place, each[PRESENT]) for each in results if PRESENT in each]
+        fetch = setup.xp.buffers.fetch
+        found = [(place, fetch(each[PRESENT][:HEADER])) for each in results if PRESENT in each]
         if not setup.xp.on_host:
             found, setup.headers = setup.headers, found
         for at, sums in found:
-            told = setup.xp.to_numpy(sums[:HEADER]).tolist()
+            told = sums().tolist()
             if not in_step(told, setup.world_size):
                 raise out_of_step(setup.transport, at, self.failure, told)
 

@@ -14,7 +14,7 @@ class Ledger:
 
     def __init__(self, setup: Setup, reporter: Reporter):
         self._setup, self._reporter = setup, reporter
-        self._late: list[tuple[int, Callable[[], bool]]] = []  # steps counted before a device's flag was known
+        self._late: list[tuple[int, Callable[[], Any]]] = []  # steps counted before a device's flag was known
 
     def enter(self, names: list[str]) -> None:
         """Enter an exchange of these tensors: as undecided with `defer_commit`; otherwise count it as a step."""

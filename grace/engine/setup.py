@@ -87,7 +87,7 @@ class Setup:
         """Tensors that take no part in exchanges any more."""
         self.leaving = self.left
         """`left` after the next exchange, in which the workers agree on it."""
-        self.headers: list[tuple[Place, Array]] = []
+        self.headers: list[tuple[Place, Callable[[], Any]]] = []
         """Place and summed header of each message of the last exchange, if a device holds the sums."""
         self.loaded_step: int | None = None
         """Step of a state loaded before there were tensors."""

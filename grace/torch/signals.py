@@ -93,7 +93,7 @@ class Sample:
         """Whether an element has another sign now; False on a device, where that would wait."""
         for group in self._groups:
             before, after = group.before, group.after
-            if before.device.type == "cpu":
+            if waits(before.device):
                 group.look()
                 if (before * after < 0).any() or ((before == 0) & (after != 0)).any():
                     return True

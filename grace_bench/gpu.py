@@ -29,7 +29,7 @@ from grace.core.registry import compressors
 from grace.factory import grace_from_params
 from grace.planner import models
 from grace.testing.compressors import LAWS
-from grace_bench import processes, text
+from grace_bench import gpt2_steps, processes, streams, text
 from grace_bench import trainings as loops
 
 FORMAT = 2
@@ -59,7 +59,7 @@ EXCHANGED = {
     "eden, 3 bits": {"compressor": "eden", "bits": 3, "block_size": 64},
 }
 PARTS = ("kernels", "loops", "steps", "training")
-"""What can be run alone: laws, bits and times of kernels; loops as on the CPU; steps of two processes; a training."""
+"""What can be run alone: laws, bits and times of kernels; loops as on the CPU; steps with an exchange; a training."""
 BUCKET = 25 * 2**20 // 4
 """Elements of each of the baseline's buckets."""
 WARM_UPS, STEPS = 3, 20
@@ -113,16 +113,19 @@ def measure(
         return share * rest if len(parts) > 1 else rest
 
     run.data["parts"] = list(parts)
+    # The named training takes as long as all other parts together.
     if "kernels" in parts:
-        run.keep("laws", laws(run, left(0.25) if len(parts) > 1 else 0.4 * left(1)))
+        run.keep("laws", laws(run, left(0.12) if len(parts) > 1 else 0.4 * left(1)))
         run.keep("kernels", same_bits(run))
-        run.keep("times", times(run, left(0.4) if len(parts) > 1 else 0.9 * left(1)))
+        run.keep("times", times(run, left(0.12) if len(parts) > 1 else 0.9 * left(1)))
     if "loops" in parts:
-        run.keep("trainings", trainings(run, left(0.25)))
+        run.keep("trainings", trainings(run, left(0.2) if len(parts) > 1 else 0.8 * left(1)))
+        run.keep("streams", on_streams(run, left(0.1) if len(parts) > 1 else left(1)))
     if "steps" in parts:
-        run.keep("exchange", exchanges(run, left(0.5)))
+        run.keep("gpt2", gpt2(run, left(0.2) if len(parts) > 1 else 0.6 * left(1)))
+        run.keep("exchange", exchanges(run, left(0.2) if len(parts) > 1 else left(1)))
     if "training" in parts:
-        run.keep("training", learning(run, left(0.9)))
+        run.keep("training", learning(run, left(0.95)))
     run.data["complete"], run.data["seconds"] = True, round(time.monotonic() - began, 1)
     run.save()
     return run.data
@@ -136,10 +139,11 @@ def failures(data: Mapping[str, Any]) -> list[str]:
     for each in differing(data):
         difference = f"{each['difference']:.2g}"
         found.append(f"trainings: {each['loop']} over {each['network']}, {each['method']}: differs by {difference}")
-    for part in ("trainings", "training"):
+    for part in ("trainings", "streams", "gpt2", "training"):
         failed = [each for each in _left_out(data, part) if processes.NO_TIME not in each["reason"]]
         found += [f"{part}: {each['network']}: {each['reason']}" for each in failed]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
+    found += [f"host waits: {each['method']} by {each['loop']}: {each['waits']}" for each in stopped(data)]
     return found
 
 
@@ -159,6 +163,12 @@ def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Methods with a fixed payload length in which the host waited for the device."""
     records = data.get("times", {"records": []})["records"]
     return [each for each in records if each["host_waits"] and not each["variable_length"]]
+
+
+def stopped(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Training loops in which the host waited between backward and step, though payloads have a fixed length."""
+    rows = data.get("streams", {"rows": []})["rows"]
+    return [each for each in rows if each["check"] == "waits" and each["waits"]]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -238,8 +248,8 @@ def _ulps(a: Any, b: Any) -> float:
 
 
 def trainings(run: Run, seconds: float) -> dict[str, Any]:
-    """Compare trainings through each integration with the same on the CPU: two processes; over NCCL one."""
-    rows, left_out = [], []
+    """Compare trainings of `trainings.LOOPS` with those on the CPU: two processes; over NCCL one."""
+    rows, left_out, absent = [], [], []
     networks = (("gloo", 2), ("nccl", 1)) if run.data["gpu"] else (("gloo", 2),)
     for network, size in networks:
         run.progress(f"trainings of {size} processes over {network}")
@@ -248,7 +258,26 @@ def trainings(run: Run, seconds: float) -> dict[str, Any]:
         rows += [{"network": network, **row} for row in found]
         if reason:
             left_out.append({"network": network, "reason": reason})
-    return {"rows": rows, "left_out": left_out}
+        reasons = {loop: loops.absent(loop, run.device_type, size) for loop in loops.LOOPS}
+        absent += [{"network": network, "loop": loop, "reason": why} for loop, why in reasons.items() if why]
+    return {"rows": rows, "left_out": left_out, "absent": absent}
+
+
+def on_streams(run: Run, seconds: float) -> dict[str, Any]:
+    """Host waits and overlap, see `streams`, in one process over NCCL; nothing on a CPU, which has neither."""
+    if not run.data["gpu"]:
+        return {"rows": [], "left_out": [], "absent": "a CPU has no streams, and its host waits for nothing"}
+    run.progress("host waits and streams of one process over nccl")
+    rows, reason = processes.measure(streams.measurements, 1, seconds, "nccl", run.device_type, run.quick)
+    return {"rows": rows, "left_out": [{"network": "nccl", "reason": reason}] if reason else []}
+
+
+def gpt2(run: Run, seconds: float) -> dict[str, Any]:
+    """Time training steps of one process, for GRACE's methods, DDP and PyTorch's own hooks: see `gpt2_steps`."""
+    network = "nccl" if run.data["gpu"] else "gloo"
+    run.progress(f"steps of GPT-2 in one process over {network}")
+    rows, reason = processes.measure(gpt2_steps.measurements, 1, seconds, network, run.device_type, run.quick)
+    return {"rows": rows, "left_out": [{"network": network, "reason": reason}] if reason else []}
 
 
 def times(run: Run, seconds: float) -> dict[str, Any]:
@@ -264,7 +293,10 @@ def times(run: Run, seconds: float) -> dict[str, Any]:
     for label, reason in left_out.items():
         results.omit(label, reason)
     bench.measure(results, {"flat": cases}, [config], limits, memory=False, progress=run.progress)
-    kept = ("label", "bits_per_element", "state_bytes", "memcpy", "encode", "commit", "decode", "step", "host_waits")
+    kept = (
+        *("label", "elements", "bytes", "bits_per_element", "state_bytes", "workers_decoded"),
+        *("memcpy", "encode", "commit", "decode", "step", "host_waits"),
+    )
     records = []
     for record in results.records:
         name = record["compressor"] if record["source"] == "grace" else ""
@@ -290,7 +322,7 @@ def exchanges(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def learning(run: Run, seconds: float) -> dict[str, Any]:
-    """Train `text.Bytes` in two processes on one device over gloo, once for each of `text.METHODS`."""
+    """Train `text.Gpt2` in two processes on one device over gloo, once for each of `text.METHODS`."""
     run.progress("training of two processes over gloo")
     rows, reason = processes.measure(text.measurements, 2, seconds, "gloo", run.device_type, run.quick)
     return {"rows": rows, "left_out": [{"network": "gloo", "reason": reason}] if reason else []}
@@ -375,11 +407,17 @@ def tables(data: Mapping[str, Any]) -> str:
     ]
     if "times" in data:
         lines += _times_table(data["times"])
+    if "streams" in data:
+        lines += _streams_table(data["streams"])
+    if "gpt2" in data:
+        lines += _gpt2_table(data["gpt2"])
     if "exchange" in data:
         lines += _steps_table(data["exchange"])
     if "training" in data:
         lines += _losses_table(data["training"])
-    for part in ("trainings", "exchange", "training"):
+    for each in data.get("trainings", {}).get("absent", ()):
+        lines.append(f"\ntrainings over {each['network']}, loop {each['loop']}, not run: {each['reason']}")
+    for part in ("trainings", "streams", "gpt2", "exchange", "training"):
         lines += [f"\n{part} over {each['network']}, left out: {each['reason']}" for each in _left_out(data, part)]
     return "\n".join(lines) + "\n"
 
@@ -396,20 +434,57 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"Trainings: {len(rows) - len(differing(data))} of {len(rows)} end as on the CPU{others}."
     if "times" in data:
         yield f"The host waits in {len(waiting(data))} methods of a fixed length."
+    if found := [each for each in data.get("streams", {"rows": ()})["rows"] if each["check"] == "waits"]:
+        yield f"Between backward and step the host waits in {len(stopped(data))} of {len(found)} loops."
 
 
 def _times_table(times: Mapping[str, Any]) -> list[str]:
     lines = ["", f"Times in copies of {times['elements']:,} elements on the device:", ""]
-    lines += ["| method | bits per element | encode | decode | host waits |", "|---|---|---|---|---|"]
+    lines += [
+        "| method | bits per element | encode | decode | share of copy | host waits |",
+        "|---|---|---|---|---|---|",
+    ]
     for record in times["records"]:
         found = [
             "" if not record[key] else f"{bench.multiple(record, key):.3g}"
             for key in (("encode", "decode") if record["encode"] else ("step", "decode"))
         ]
         waits = "not counted" if record["host_waits"] is None else record["host_waits"]
-        cells = [record["label"], f"{record['bits_per_element']:.3g}", *found, str(waits)]
+        cells = [record["label"], f"{record['bits_per_element']:.3g}", *found, _share(record), str(waits)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _share(record: Mapping[str, Any]) -> str:
+    # Of encode and decode; empty in files that were written before these were stored.
+    if "workers_decoded" not in record:
+        return ""
+    found = [bench.share_of_copy(record, operation) for operation in ("encode", "decode")]
+    return ", ".join("-" if share is None else f"{share:.0%}" for share in found)
+
+
+def _streams_table(found: Mapping[str, Any]) -> list[str]:
+    if "absent" in found:
+        return ["", f"Host waits in loops, and streams: not measured, as {found['absent']}"]
+    rows = [each for each in found["rows"] if each["check"] == "streams"]
+    lines = ["", "Milliseconds of a step in which streams other than the busiest one run, and of them beside it:", ""]
+    lines += ["| method | other streams | beside |", "|---|---|---|"]
+    return lines + [f"| {each['method']} | {each['others_ms']:.3g} | {each['beside_ms']:.3g} |" for each in rows]
+
+
+def _gpt2_table(found: Mapping[str, Any]) -> list[str]:
+    columns = {"ms": "ms", "host_ms": "host ms", "device_ms": "device ms", "launches": "launches", "peak_mib": "MiB"}
+    lines = ["", "Steps of GPT-2 in one process, which nothing waits for:", ""]
+    lines += [f"| exchange | {' | '.join(columns.values())} | times no exchange |", "|---" * (len(columns) + 2) + "|"]
+    alone = next((each["ms"] for each in found["rows"] if each["method"] == gpt2_steps.ALONE), math.nan)
+    for row in found["rows"]:
+        cells = ["" if row[key] is None else _number(row[key]) for key in columns]
+        lines.append(f"| {row['method']} | {' | '.join(cells)} | {row['ms'] / alone:.2f} |")
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _steps_table(exchange: Mapping[str, Any]) -> list[str]:
@@ -431,7 +506,8 @@ def _losses_table(training: Mapping[str, Any]) -> list[str]:
         return []
     steps = len(rows[0]["losses"])
     shown = [max(1, steps * share // 4) for share in range(1, 5)]
-    lines = ["", f"Loss in nats per byte of {rows[0]['parameters']:,} parameters, two processes, after steps:", ""]
+    token = {"byte pairs": "token (byte pairs)"}.get(rows[0].get("tokens", ""), "byte")
+    lines = ["", f"Loss in nats per {token} of {rows[0]['parameters']:,} parameters, two processes, after steps:", ""]
     lines += [f"| method | {' | '.join(map(str, shown))} | seconds | bytes per step |", "|---" * (len(shown) + 3) + "|"]
     for row in rows:
         losses = [f"{statistics.fmean(row['losses'][max(0, at - 10) : at]):.3f}" for at in shown]

@@ -1,14 +1,15 @@
-"""A training with a name: layers of GPT-2's size learn the bytes of Python's standard library, by several methods.
+"""A training with a name: GPT-2's layers learn the text of Python's standard library, by several methods.
 
 Two processes share a device over gloo; seed, text and order are equal for all methods, and only the exchange differs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,18 +38,23 @@ class Size(NamedTuple):
     layers: int
     width: int
     heads: int
+    vocabulary: int
+    places: int
+    """The longest sequence."""
     length: int
     batch: int
     steps: int
+    corpus: int
+    """Bytes of text."""
 
 
-LARGE, QUICK = Size(12, 768, 12, 256, 16, 300), Size(2, 64, 4, 32, 4, 20)
-BYTES = 2**22
-"""Bytes of text."""
+LARGE = Size(12, 768, 12, 50_257, 1024, 256, 8, 300, 2**22)
+"""GPT-2 with 124 million parameters, in 148 tensors."""
+QUICK = Size(2, 64, 4, 512, 32, 32, 4, 20, 2**17)
 
 
-class Bytes(torch.nn.Module):
-    """GPT-2's layers over bytes instead of tokens: 86 million parameters in `LARGE`."""
+class Gpt2(torch.nn.Module):
+    """GPT-2: layers that normalise first, learnt places, and the embedding of tokens as the last layer."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -56,26 +62,55 @@ class Bytes(torch.nn.Module):
         layer = torch.nn.TransformerEncoderLayer(
             size.width, size.heads, 4 * size.width, 0.0, "gelu", batch_first=True, norm_first=True
         )
-        self.letters, self.places = (torch.nn.Embedding(n, size.width) for n in (256, size.length))
+        self.tokens, self.places = (torch.nn.Embedding(n, size.width) for n in (size.vocabulary, size.places))
         self.layers = torch.nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
-        self.norm, self.head = torch.nn.LayerNorm(size.width), torch.nn.Linear(size.width, 256, bias=False)
+        self.norm = torch.nn.LayerNorm(size.width)
+        for embedding in (self.tokens, self.places):
+            torch.nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy of each next byte, in nats; x: int64[batch, length + 1]."""
+        """The mean cross entropy of each next token, in nats; x: int64[batch, length + 1]."""
         given, wanted = x[:, :-1], x[:, 1:]
         mask = torch.nn.Transformer.generate_square_subsequent_mask(given.shape[1], device=x.device)
-        found = self.letters(given) + self.places(torch.arange(given.shape[1], device=x.device))
-        found = self.head(self.norm(self.layers(found, mask=mask, is_causal=True)))
-        return torch.nn.functional.cross_entropy(found.flatten(0, 1), wanted.flatten())
+        found = self.tokens(given) + self.places(torch.arange(given.shape[1], device=x.device))
+        found = self.norm(self.layers(found, mask=mask, is_causal=True)) @ self.tokens.weight.T
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1).float(), wanted.flatten())
 
 
-def text() -> torch.Tensor:
-    """The first `BYTES` of the standard library's modules in the order of their names, as uint8."""
+def text(n: int) -> bytes:
+    """The first n bytes of the standard library's modules in the order of their names."""
     found = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if len(found) < BYTES:
+        if len(found) < n:
             found += path.read_bytes()
-    return torch.frombuffer(bytearray(found[:BYTES]), dtype=torch.uint8)
+    return found[:n]
+
+
+def kind_of_tokens() -> str:
+    """What tokens are on this machine: pairs of bytes, by the library `tokenizers`, or bytes without it."""
+    return "byte pairs" if importlib.util.find_spec("tokenizers") else "bytes"
+
+
+def encoded(corpus: bytes, vocabulary: int) -> torch.Tensor:
+    """A text as tokens below ``vocabulary``, int64[n]: byte pairs that are learnt from it, see `kind_of_tokens`."""
+    if kind_of_tokens() == "bytes":
+        return torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer, lines = ByteLevelBPETokenizer(), corpus.decode("utf-8", "replace").splitlines(keepends=True)
+    tokenizer.train_from_iterator(lines, vocab_size=vocabulary, show_progress=False)
+    return torch.tensor([token for line in tokenizer.encode_batch(lines) for token in line.ids])
+
+
+@cache
+def tokens(size: Size) -> torch.Tensor:
+    """The tokens of the corpus, int64[n], the same on all workers: worker 0 makes them."""
+    mine = encoded(text(size.corpus), size.vocabulary) if dist.get_rank() == 0 else torch.empty(0)
+    count = torch.tensor([len(mine)])
+    dist.broadcast(count, 0)
+    found = mine if dist.get_rank() == 0 else torch.empty(int(count), dtype=torch.int64)
+    dist.broadcast(found, 0)
+    return found
 
 
 def measurements(device: str, quick: bool) -> Iterator[Measurement]:
@@ -86,7 +121,7 @@ def measurements(device: str, quick: bool) -> Iterator[Measurement]:
 
 def train(label: str, params: Mapping[str, Any], device: str, size: Size) -> dict[str, Any]:
     """Returns a row: the mean loss of all workers in each step, and what the exchange sent."""
-    model, corpus, local = Bytes(size).to(device), text(), label.startswith("diloco")
+    model, corpus, local = Gpt2(size).to(device), tokens(size), label.startswith("diloco")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4)
     grc = grace_from_params(dict(params), "torch")
     outer: Any = None
@@ -99,7 +134,7 @@ def train(label: str, params: Mapping[str, Any], device: str, size: Size) -> dic
     losses, began = [], time.perf_counter()
     for _ in range(size.steps):
         starts = torch.randint(len(corpus) - size.length, (size.batch,), generator=drawn).tolist()
-        batch = torch.stack([corpus[at : at + size.length + 1] for at in starts]).long().to(device)
+        batch = torch.stack([corpus[at : at + size.length + 1] for at in starts]).to(device)
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
             loss = model(batch)
@@ -114,6 +149,7 @@ def train(label: str, params: Mapping[str, Any], device: str, size: Size) -> dic
     return {
         "method": label,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": kind_of_tokens(),
         "losses": [round(each, 4) for each in (found / dist.get_world_size()).tolist()],
         "seconds": round(time.perf_counter() - began, 2),
         "bytes_per_step": report.bytes_sent / size.steps,

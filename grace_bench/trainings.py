@@ -1,16 +1,20 @@
-"""Trainings through each integration on a device, compared with the same trainings on the CPU.
+"""Trainings through each integration and in loops of many kinds on a device, compared with plain ones on the CPU.
 
-The loss is linear in the parameters, so its gradients have the same bits on every device: any difference comes from
-GRACE.
+The loss is linear in the parameters, so its gradients have the same bits on every device and in every loop: any
+difference comes from GRACE.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
 }
 SHARDED = ("none", "blockint, 4 bits", "efsignsgd", "topk, 1 %")
+FEW = ("none", "blockint, 4 bits", "eden, 2 bits")
+"""The methods of loops that differ outside of GRACE."""
 
 
 class Linear(torch.nn.Module):
@@ -52,31 +58,155 @@ class Linear(torch.nn.Module):
         return torch.stack([(w * x).sum() for w, x in zip(self.weights, xs, strict=True)]).sum()
 
 
-def _inputs(device: str) -> Iterator[list[torch.Tensor]]:
+class Products(Linear):
+    """`Linear` by matrix products, which autocast computes in bfloat16: the gradient is x, rounded."""
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        """The loss, a scalar."""
+        pairs = zip(self.weights, xs, strict=True)
+        return sum(torch.nn.functional.linear(x.reshape(1, -1), w.reshape(1, -1)).float().sum() for w, x in pairs)
+
+
+class Checkpointed(Linear):
+    """`Linear` whose products are computed again in the backward pass."""
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        """The loss, a scalar."""
+        return torch.utils.checkpoint.checkpoint(super().forward, *xs, use_reentrant=False)
+
+
+def _inputs(device: str, dtype: torch.dtype = torch.float32) -> Iterator[list[torch.Tensor]]:
     for step in range(STEPS):
         numbers = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        yield [torch.randn(shape, generator=numbers).to(device) for shape in SHAPES]
+        yield [torch.randn(shape, generator=numbers).to(device, dtype) for shape in SHAPES]
 
 
-def ddp(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
-    """DistributedDataParallel with the hook, two micro-batches per step, clipping."""
-    model = torch.nn.parallel.DistributedDataParallel(Linear().to(device))
+def _hooked(model: torch.nn.Module, params: dict[str, Any]) -> Any:
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
     grc = grace_from_params(params, "torch")
-    grace.torch.name_parameters(grc, model)
-    model.register_comm_hook(grc, grace.torch.ddp_hook)
+    grace.torch.name_parameters(grc, ddp)
+    ddp.register_comm_hook(grc, grace.torch.ddp_hook)
+    return ddp
+
+
+def _trained(
+    model: Any, xs: Iterator[list[torch.Tensor]], loss: Callable[..., torch.Tensor] | None = None, passes: int = 2
+) -> list[torch.Tensor]:
+    # Train a DistributedDataParallel: micro-batches per step, and clipping. ``loss``: the model, compiled or in a cast.
+    loss = model if loss is None else loss
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    for xs in _inputs(device):
-        with model.no_sync():
-            model(*xs).backward()
-        model(*xs).backward()
+    for each in xs:
+        for number in range(passes):
+            with nullcontext() if number == passes - 1 else model.no_sync():
+                loss(*each).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         optimizer.step()
         optimizer.zero_grad()
     return _whole(model)
 
 
+def ddp(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """DistributedDataParallel with the hook, two micro-batches per step, clipping."""
+    return _trained(_hooked(Linear().to(device), params), _inputs(device))
+
+
+def autocast(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with products in bfloat16."""
+    model = _hooked(Products().to(device), params)
+
+    def loss(*xs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            found: torch.Tensor = model(*xs)
+        return found
+
+    return _trained(model, _inputs(device), loss)
+
+
+def rounded(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with the gradients of `autocast`."""
+    xs = ([x.bfloat16().float() for x in each] for each in _inputs(device))
+    return _trained(_hooked(Linear().to(device), params), xs)
+
+
+def compiled(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with a compiled model; on a CPU without code generation."""
+    model = _hooked(Linear().to(device), params)
+    loss = torch.compile(model, backend="aot_eager" if device == "cpu" else "inductor")
+    return _trained(model, _inputs(device), loss)
+
+
+def checkpointed(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with checkpoints of activations in both micro-batches."""
+    return _trained(_hooked(Checkpointed().to(device), params), _inputs(device))
+
+
+def bf16(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with parameters in bfloat16."""
+    return _trained(_hooked(Linear().to(device, torch.bfloat16), params), _inputs(device, torch.bfloat16))
+
+
+def channels_last(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with the weights of convolutions in another order in memory."""
+    model = Linear().to(device, memory_format=torch.channels_last)
+    return _trained(_hooked(model, params), _inputs(device))
+
+
+def side_stream(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` on a stream of the user's."""
+    if device == "cpu":
+        return ddp(device, params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = ddp(device, params)
+    torch.cuda.current_stream().wait_stream(stream)
+    return found
+
+
+def single(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`ddp` with one pass per step."""
+    return _trained(_hooked(Linear().to(device), params), _inputs(device), passes=1)
+
+
+def trainer(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
+    """`single` by transformers.Trainer."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear()
+
+        def forward(self, **xs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(*(xs[f"x{number}"][0] for number in range(len(SHAPES))))}
+
+    class InOrder(Trainer):  # type: ignore[misc, unused-ignore]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(place) for name, place in places.items()}  # as torchrun; the process group is there
+    rows: list[Any] = [None] * size
+    dist.all_gather_object(rows, [[x.numpy() for x in each] for each in _inputs("cpu")])
+    data = [{f"x{number}": torch.from_numpy(x) for number, x in enumerate(rows[w][step])}
+            for step in range(STEPS) for w in range(size)]  # fmt: skip
+    model = Loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"per_device_train_batch_size": 1, "max_steps": STEPS, "max_grad_norm": 1e6}
+        settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+        arguments = TrainingArguments(folder, use_cpu=device == "cpu", remove_unused_columns=False, **settings)
+        training = InOrder(model, arguments, train_dataset=data, optimizers=(optimizer, constant))
+        training.remove_callback(PrinterCallback)  # the output is that of the command
+        grace.torch.trainer(training, params)
+        training.train()
+    return _whole(model.linear)
+
+
 def scaled(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
-    """The wrapped optimizer with a GradScaler, one of whose steps overflows, and a checkpoint in the middle."""
+    """The wrapped optimizer with a GradScaler, an overflow on one worker, and a checkpoint in the middle."""
     model = Linear().to(device)
 
     def wrap() -> Any:
@@ -87,7 +217,7 @@ def scaled(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
     grc, optimizer = wrap()
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     for step, xs in enumerate(_inputs(device)):
-        if step == 2:
+        if step == 2 and dist.get_rank() == 0:
             xs[1][3] = torch.inf
         if step == 4:
             state, inner = grc.state_dict(), optimizer.state_dict()
@@ -121,14 +251,54 @@ def fsdp(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
     return _whole(model)
 
 
-LOOPS: dict[str, Callable[[str, dict[str, Any]], list[torch.Tensor]]] = {"ddp": ddp, "scaled": scaled, "fsdp": fsdp}
+Train = Callable[[str, dict[str, Any]], list[torch.Tensor]]
+
+
+class Loop(NamedTuple):
+    """A kind of training."""
+
+    train: Train
+    """Trains on a device with a Grace's parameters; returns the parameters of the model."""
+    expected: Train
+    """The training on the CPU that has to end equally."""
+    methods: tuple[str, ...] = FEW
+
+
+LOOPS = {
+    "ddp": Loop(ddp, ddp, tuple(METHODS)),
+    "scaled": Loop(scaled, scaled, tuple(METHODS)),
+    "autocast": Loop(autocast, rounded),
+    "checkpointed": Loop(checkpointed, ddp),
+    "bf16": Loop(bf16, bf16),
+    "channels_last": Loop(channels_last, channels_last),  # blocks follow the order in memory
+    "side stream": Loop(side_stream, ddp),
+    "compiled": Loop(compiled, ddp),
+    "trainer": Loop(trainer, single),
+    "fsdp": Loop(fsdp, fsdp, SHARDED),
+}
+"""FSDP2 last: with some versions of PyTorch it ends the processes over gloo on a device."""
+
+
+def absent(loop: str, device: str, size: int) -> str:
+    """Why a loop cannot run here; empty if it can."""
+    if loop != "trainer":
+        return ""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    return "Trainer gives each process a GPU of its own" if device != "cpu" and size > 1 else ""
+
+
+def methods_of(loop: str, quick: bool) -> tuple[str, ...]:
+    """The methods of a loop."""
+    return tuple(name for name in LOOPS[loop].methods if not quick or name in SHARDED)
 
 
 def measurements(device: str, quick: bool) -> Iterator[Measurement]:
-    """All loops with all methods; ``quick``: those of `SHARDED` only."""
+    """All loops that can run here; ``quick``: with the methods of `SHARDED` only."""
     for loop in LOOPS:
-        for method in SHARDED if quick or loop == "fsdp" else METHODS:
-            yield f"{loop}, {method}", partial(_row, loop, method, device)
+        if not absent(loop, device, dist.get_world_size()):
+            for method in methods_of(loop, quick):
+                yield f"{loop}, {method}", partial(_row, loop, method, device)
 
 
 def _row(loop: str, method: str, device: str) -> dict[str, Any]:
@@ -142,7 +312,8 @@ def compare(loop: str, method: str, device: str) -> float:
     """Train on the CPU and on ``device``: the difference of the parameters relative to their change; may be NaN."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "gradients were exchanged and then thrown away")
-        expected, found = (LOOPS[loop](each, METHODS[method]) for each in ("cpu", device))
+        expected = LOOPS[loop].expected("cpu", METHODS[method])
+        found = LOOPS[loop].train(device, METHODS[method])
     start = [w.detach() for w in Linear().weights]
     difference = _norm([a - b for a, b in zip(found, expected, strict=True)])
     return difference / _norm([a - b for a, b in zip(expected, start, strict=True)])

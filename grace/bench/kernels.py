@@ -215,6 +215,22 @@ def multiple(record: Mapping[str, Any], operation: str) -> float:
     return seconds(record, operation) / record["memcpy"]["us"]
 
 
+def share_of_copy(record: Mapping[str, Any], operation: str) -> float | None:
+    """The rate of encode or decode as a share of memcpy's: the bytes that it has to read and write, by its time.
+
+    Encode reads the gradient and the state, and writes the payload and the state; decode reads the payloads of all
+    workers, and writes the mean. None if it was not measured.
+    """
+    if not record[operation] or not seconds(record, operation):
+        return None
+    gradient = 4 * record["elements"]
+    if operation == "encode":
+        moved = gradient + record["bytes"] + 2 * record["state_bytes"]
+    else:
+        moved = gradient + record["bytes"] * record["workers_decoded"]
+    return float(moved / (2 * gradient) / multiple(record, operation))
+
+
 def _memory(
     cases: Mapping[str, Sequence[Case]],
     configs: list[Config],

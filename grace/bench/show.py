@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from grace.bench.kernels import Results, multiple
+from grace.bench.kernels import Results, multiple, share_of_copy
 from grace.bench.plan import ALLOCATORS, TARGETS, Target, parse
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def render(results: Results, console: Console) -> None:
         waits = ["host waits"] if device else []
         times = [f"{each}\nxM" for each in operations]
         extra = ["extra\nmemory"] if any(r["extra_memory"] for r in records) else []
+        shares = ["% of\ncopy"] if any(r["encode"] or r["decode"] for r in records) else []
         peers = ["vs peer"] if any(map(_speedups, records)) else []
-        for head in ("bytes", "bits/\nelement", *times, *waits, *extra, *peers):
+        for head in ("bytes", "bits/\nelement", *times, *shares, *waits, *extra, *peers):
             table.add_column(head, justify="right", no_wrap=head[:2] in ("by", "bi"))
         for label in sorted({r["label"]: None for r in records}, key=lambda label: _order(records, label)):
             mine = {r["allocator"]: r for r in records if r["label"] == label}
@@ -54,6 +55,7 @@ def render(results: Results, console: Console) -> None:
                 f"{any_of['bytes']:,}",
                 f"{any_of['bits_per_element']:.3g}",
                 *(_both(allocators, mine, lambda r, each=each: _time(r, each)) for each in operations),  # type: ignore[misc]
+                *(_both(allocators, mine, _shares) for _ in shares),
                 *(str(any_of["host_waits"]) for _ in waits),
                 *(next((_extra(r) for r in mine.values() if r["extra_memory"]), "") for _ in extra),
                 *(_both(allocators, mine, _speedups) for _ in peers),
@@ -63,8 +65,9 @@ def render(results: Results, console: Console) -> None:
     console.print(
         f"xM: times a memcpy of the gradient in the same run, allocator {columns}; encode is compensate, compress and "
         "update; commit keeps the new state; decode is the mean of 4 workers' payloads. * measured once: three rounds "
-        "exceed the budget. Extra memory: of a step, + what is kept between steps, as shares of the model. vs peer: "
-        "encode (with commit) and decode, or the whole step, times faster."
+        "exceed the budget. % of copy: rates of encode with commit, and of decode, as shares of memcpy's: the bytes "
+        "that have to be read and written, by the time. Extra memory: of a step, + what is kept between steps, as "
+        "shares of the model. vs peer: encode (with commit) and decode, or the whole step, times faster."
     )
     for line in omissions(results):
         console.print(escape(line))
@@ -106,6 +109,11 @@ def _both(allocators: list[str], mine: dict[str, Record], text: Callable[[Record
 def _time(record: Record, operation: str) -> str:
     found = record[operation]
     return f"{found['x']:.3g}{'*' * found['once']}" if found else "-"
+
+
+def _shares(record: Record) -> str:
+    found = (share_of_copy(record, operation) for operation in ("encode", "decode"))
+    return ", ".join("-" if share is None else f"{100 * share:.2g}" for share in found)
 
 
 def _extra(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/advise.md, planner.md and systems-measured.md anew, from stored costs or what is measured here.
+"""Prints the tables of docs/advise.md, planner.md and systems-measured.md anew, from stored costs or measurements.
 
 python docs/generate_tables.py advise               # half a minute; advise.png, too
 python docs/generate_tables.py plan                 # of planner.md

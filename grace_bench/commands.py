@@ -56,6 +56,7 @@ def gpu(
     if importlib.util.find_spec("torch") is None:
         raise typer.BadParameter(f"PyTorch is missing: {REMEDIES['torch']}")
     from grace_bench import gpu as device
+    from grace_bench import gpu_tables
 
     parts = listed(part, device.PARTS, "--part")
     if backend == "cuda":
@@ -68,7 +69,7 @@ def gpu(
             )
         if output is None:
             folder = Path("benchmarks/results")
-            output = (folder if folder.is_dir() else Path()) / device.file_name(torch.cuda.get_device_name())
+            output = (folder if folder.is_dir() else Path()) / gpu_tables.file_name(torch.cuda.get_device_name())
     console = Console(stderr=True)
 
     said = [""]
@@ -79,8 +80,8 @@ def gpu(
         said[0] = text
 
     found = device.measure(backend, quick, minutes, output, progress, parts)
-    print(json.dumps(found, indent=2) if as_json else device.tables(found))
-    for failure in (failures := device.failures(found)):
+    print(json.dumps(found, indent=2) if as_json else gpu_tables.tables(found))
+    for failure in (failures := gpu_tables.failures(found)):
         console.print(failure, markup=False)
     if failures:
         raise typer.Exit(1)
@@ -88,10 +89,10 @@ def gpu(
 
 def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
     # By default the tables omit files that were measured on a CPU.
-    from grace_bench import gpu as device
+    from grace_bench import gpu_tables
 
     try:
-        found = device.read(files)
+        found = gpu_tables.read(files)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     measured = [data for data in found if data["gpu"] or with_cpu]
@@ -101,7 +102,7 @@ def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
         print(json.dumps(measured, indent=2))
         return
     for data in measured:
-        print(device.tables(data))
+        print(gpu_tables.tables(data))
 
 
 def sidco(

@@ -47,10 +47,11 @@ def _ready(loop: str, method: str, device: str, size: text.Size) -> tuple[Any, A
     return model, optimizer, x
 
 
-def _step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(x).backward()
-    optimizer.step()
+def _steps(count: int, model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
 
 
 def waits(loop: str, method: str, device: str) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def waits(loop: str, method: str, device: str) -> dict[str, Any]:
     for number in range(WARM_UPS + STEPS):
         torch.cuda.set_sync_debug_mode("error" if number >= WARM_UPS else "default")
         try:
-            _step(*parts)
+            _steps(1, *parts)
         except RuntimeError as error:
             (*_, last) = traceback.extract_tb(error.__traceback__)
             found = f"{str(error).splitlines()[0]} ({last.filename.rpartition('/')[2]}:{last.lineno})"
@@ -72,10 +73,9 @@ def waits(loop: str, method: str, device: str) -> dict[str, Any]:
 def streams(method: str, device: str, size: text.Size) -> dict[str, Any]:
     """A row with the milliseconds that other streams than the busiest one run in a step, and those beside it."""
     parts = _ready("ddp", method, device, size)
-    for _ in range(WARM_UPS):
-        _step(*parts)
+    _steps(WARM_UPS, *parts)
     torch.cuda.synchronize()
-    work = traced(lambda: [_step(*parts) for _ in range(STEPS)] and None)
+    work = traced(partial(_steps, STEPS, *parts))
     others, shared = beside(work)
     milliseconds = 1e-3 / STEPS
     return {

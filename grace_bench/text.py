@@ -22,12 +22,13 @@ from grace_bench.processes import Measurement
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
-    "fp16": {"compressor": "fp16"},
     "blockint, 4 bits": {"compressor": "blockint", "bits": 4},
     "eden, 3 bits": {"compressor": "eden", "bits": 3, "block_size": 64},
     "powersgd, rank 16": {"compressor": "powersgd", "compress_rank": 16},
     "diloco, blockint, 4 bits": {"compressor": "blockint", "bits": 4, "memory": "none", "rounding": "stochastic"},
+    "fp16": {"compressor": "fp16"},
 }
+"""Without time for all, the last ones are missing."""
 SYNC_EVERY = 10
 """Steps between the exchanges of DiLoCo."""
 
@@ -46,11 +47,13 @@ class Size(NamedTuple):
     steps: int
     corpus: int
     """Bytes of text."""
+    rate: float = 3e-4
+    """The learning rate."""
 
 
 LARGE = Size(12, 768, 12, 50_257, 1024, 256, 8, 300, 2**22)
 """GPT-2 with 124 million parameters, in 148 tensors."""
-QUICK = Size(2, 64, 4, 512, 32, 32, 4, 20, 2**17)
+QUICK = Size(2, 64, 4, 512, 32, 32, 4, 20, 2**17, 3e-3)
 
 
 class Gpt2(torch.nn.Module):
@@ -122,7 +125,7 @@ def measurements(device: str, quick: bool) -> Iterator[Measurement]:
 def train(label: str, params: Mapping[str, Any], device: str, size: Size) -> dict[str, Any]:
     """Returns a row: the mean loss of all workers in each step, and what the exchange sent."""
     model, corpus, local = Gpt2(size).to(device), tokens(size), label.startswith("diloco")
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=size.rate)
     grc = grace_from_params(dict(params), "torch")
     outer: Any = None
     if local:

@@ -273,10 +273,11 @@ LOOPS = {
     "channels_last": Loop(channels_last, channels_last),  # blocks follow the order in memory
     "side stream": Loop(side_stream, ddp),
     "compiled": Loop(compiled, ddp),
-    "trainer": Loop(trainer, single),
     "fsdp": Loop(fsdp, fsdp, SHARDED),
+    "trainer": Loop(trainer, single),
 }
-"""FSDP2 last: with some versions of PyTorch it ends the processes over gloo on a device."""
+"""At the end those that may stop the processes: FSDP2 over gloo on a device with some versions of PyTorch, and Trainer,
+which sets up the process its own way."""
 
 
 def absent(loop: str, device: str, size: int) -> str:

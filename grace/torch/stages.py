@@ -167,7 +167,11 @@ class PipelineStage(TorchStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Torch's method, but the operations send compressed activations."""
-        if any(isinstance(out, DTensor) for out in self.fwd_cache[fwd_chunk_id][0]):
+        if hasattr(self, "_forward_chunk_states"):  # from PyTorch 2.15 on
+            outputs = self._forward_chunk_states[fwd_chunk_id].live_outputs
+        else:
+            outputs = self.fwd_cache[fwd_chunk_id][0]
+        if any(isinstance(out, DTensor) for out in outputs):
             raise TypeError(
                 f"stage {self.stage_index} returns a DTensor, but compression is of plain tensors: return .to_local() "
                 "and make the DTensor again behind the edge, or use torch's own stages"

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -226,7 +227,11 @@ run = Run("1F1B", half, {})
 found["refused"]["state"] = refused(lambda: run.stages[0].load_state_dict({}))
 found["refused"]["variable length"] = refused(lambda: Run("1F1B", half, {"forward": "threshold"}))
 mesh = DeviceMesh("cpu", list(range(size)))
-run.stages[0].fwd_cache[0] = (DTensor.from_local(torch.ones(4), mesh, [Replicate()]),), []
+outputs = [DTensor.from_local(torch.ones(4), mesh, [Replicate()])]
+# torch's own names: the first up to PyTorch 2.14, the second from 2.15 on
+for name, value in {"fwd_cache": (outputs, []), "_forward_chunk_states": SimpleNamespace(live_outputs=outputs)}.items():
+    if hasattr(run.stages[0], name):
+        getattr(run.stages[0], name)[0] = value
 found["refused"]["DTensor"] = refused(lambda: run.stages[0].get_fwd_send_ops(0))
 
 # Last: worker 3's buffer is disturbed. It raises an error and ends, and the others fail instead of waiting for it.

@@ -67,6 +67,21 @@ PLAN = {
 """The largest number of words of a page, without its blocks of code."""
 
 
+QUESTIONS = {
+    "Which method?": ("choose", "`eden` with 3 bits in blocks of 64 had the fastest steps of all methods"),
+    "Does it pay?": ("advise", "predicts the time of a training step with each method"),
+    "How do I resume?": ("save-and-resume", "`grace.checkpoint`: [script](#pytorch)"),
+    "My loss got worse": ("troubleshooting", 'Train once with `{"compressor": "none"}`, everything else equal'),
+    "How many bytes?": ("report", "want to see bytes, residuals and times beside the quality"),
+    "Which GPU settings?": ("gpus", "one per GPU. Set the device before the process group"),
+    "How do I add a method?": ("write-a-method", "A compressor is one class with two methods"),
+    "FSDP?": ("fsdp2", "grace.torch.fsdp(model, grace=grc, parameters=int8)"),
+    "Keras?": ("keras", "Begin here, unless your model is TensorFlow's"),
+    "Slow links?": ("choose", "the slowest links, below 100 Mbit/s"),
+}
+"""What newcomers ask: the page that answers, and the line that does."""
+
+
 def scripts():
     """A page's Python blocks, joined; after the comment <!-- fresh --> a new process begins."""
     for page in (page for page in PAGES if page not in GENERATED):
@@ -163,6 +178,22 @@ def anchors(text):
 def test_relative_links_lead_somewhere():
     for page in {*PAGES, *GENERATED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}:
         follow(page)
+
+
+def test_what_newcomers_ask_is_answered_within_two_clicks_of_the_readme():
+    clicks, last = {"README": 0}, [ROOT / "README.md"]
+    for number in (1, 2):
+        reached = []
+        for page in last:
+            prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+            for target in re.findall(r"\]\((?!https?:)([^)\s#]+\.md)", prose):
+                if (found := page.parent / target).stem not in clicks:
+                    clicks[found.stem] = number
+                    reached.append(found)
+        last = reached
+    for question, (name, line) in QUESTIONS.items():
+        assert clicks.get(name, 9) <= 2, f"{question} {name} is not within two clicks"
+        assert line in " ".join((ROOT / "docs" / f"{name}.md").read_text().split()), f"{question} {name}: {line}"
 
 
 def follow(page):

@@ -69,6 +69,7 @@ def test_a_group_has_the_bits_of_its_tensors_one_by_one(method, carrier, name):
                 [{key: a for key, a in each.items() if key[0] == f"t{size}"} for each in states(graces)],
                 [{key: a for key, a in each.items() if key[0] == f"t{size}"} for each in states(alone)],
             )
+        assert all(np.isfinite(array).all() for each in states(graces) for array in each.values())
         for rank, grace in enumerate(graces):
             sent = {each.name: each.bytes_sent for each in grace.report().tensors}
             assert sent == {f"t{size}": alone[rank].report().bytes_sent for size, alone in singles.items()}

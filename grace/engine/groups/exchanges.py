@@ -45,6 +45,13 @@ def filled(asked: Collective, arrays: Sequence[Array]) -> Collective:
     return replace(asked, arrays=tuple(arrays))
 
 
+def each_finite(library: Library, addresses: Sequence[int], sizes: Sequence[int]) -> list[bool] | None:
+    """Whether each of the vectors at these addresses is finite; None if all are."""
+    if library.finite(addresses, sizes, len(sizes)):
+        return None
+    return [bool(library.finite([at], [n], 1)) for at, n in zip(addresses, sizes, strict=True)]
+
+
 class Feedback:
     """The residuals of the points of one encoding."""
 
@@ -207,7 +214,7 @@ class Group(ABC):
             each.hold()
 
     def undo(self) -> None:
-        """Keep the state from before an exchange that fails."""
+        """Keep the state from before an exchange that fails; `finish` writes that of a group without feedback."""
         for each in self.feedback:
             each.undo()
 

@@ -18,18 +18,21 @@ from grace.core import Array, Context, Memory, Program, State, run_local
 from grace.core.collectives import Collective, Reduce
 from grace.core.method import Method, materialize
 from grace.engine.groups.cells import RowCell
-from grace.engine.groups.exchanges import FLOAT, RESIDUAL, CodedGroup, Form, GatheredGroup, Group, Landed, TwoStageGroup
+from grace.engine.groups.exchanges import (
+    FLOAT,
+    RESIDUAL,
+    CodedGroup,
+    Form,
+    GatheredGroup,
+    Group,
+    Landed,
+    TwoStageGroup,
+    each_finite,
+)
 from grace.engine.groups.native import Draws, Encoder, Point
 from grace.engine.groups.recipes import Recipe
 from grace.kernels import Library
 from grace.kernels.rows import Copies, Rows
-
-
-def each_finite(library: Library, addresses: Sequence[int], sizes: Sequence[int]) -> list[bool] | None:
-    """Whether each of the vectors at these addresses is finite; None if all are."""
-    if library.finite(addresses, sizes, len(sizes)):
-        return None
-    return [bool(library.finite([at], [n], 1)) for at, n in zip(addresses, sizes, strict=True)]
 
 
 class Joint:
@@ -187,9 +190,6 @@ class SummedGroup(Group):
     def hold(self) -> None:
         self._table.hold(self._which)
 
-    def undo(self) -> None:
-        pass  # the state is written at the end of an exchange
-
     @property
     def asked(self) -> Sequence[Collective]:
         return (Reduce((Form("float32", (int(self._starts[-1]),)),), "mean", donated=True),)
@@ -247,9 +247,6 @@ class JointSummed(Group):
 
     def hold(self) -> None:
         self._state.hold()
-
-    def undo(self) -> None:
-        """The state is written at the end of an exchange."""
 
     @property
     def asked(self) -> Sequence[Collective]:

@@ -10,7 +10,7 @@ import numpy as np
 from grace.compressors.measured.powersgd import PowerSGD
 from grace.core import Array, Program
 from grace.core.collectives import Collective, Reduce
-from grace.engine.groups.exchanges import FLOAT, RESIDUAL, Form, Group
+from grace.engine.groups.exchanges import FLOAT, RESIDUAL, Form, Group, each_finite
 from grace.kernels.rows import Copies, Rows
 
 DIRECTIONS = "compressor/q"
@@ -75,9 +75,6 @@ class LowRankGroup(Group):
         if self._residual:
             self._table.hold(self._which)
 
-    def undo(self) -> None:
-        pass  # nothing to undo, because the state is written at the end of an exchange
-
     @property
     def asked(self) -> Sequence[Collective]:
         return [Reduce((Form("float32", (int(ends[-1]),)),), "mean", donated=True) for ends in (self._p, self._q)]
@@ -132,16 +129,15 @@ class LowRankGroup(Group):
             xp.buffers.write(whole, xp.linalg.qr(whole))
 
     def finite(self, landed: Factors) -> list[bool] | None:
-        address = self.xp.buffers.address
-        p, q = address(landed.p), address(landed.q)
-        if self.library.finite([p, q], [int(self._p[-1]), int(self._q[-1])], 2):
+        parts = ((landed.p, self._p), (landed.q, self._q))
+        starts = [self._at(self.xp.buffers.address(vector), ends) for vector, ends in parts]
+        sizes = np.concatenate([np.diff(ends) for _, ends in parts]).tolist()
+        each = each_finite(self.library, np.concatenate(starts).tolist(), sizes)
+        if each is None:
             return None
-        found = [True] * len(self._order)
-        for place, unit in enumerate(self._order.tolist()):
-            parts = [(p + FLOAT * int(self._p[place]), int(self._p[place + 1] - self._p[place]))]
-            parts += [(q + FLOAT * int(self._q[place]), int(self._q[place + 1] - self._q[place]))]
-            found[unit] = bool(self.library.finite([at for at, _ in parts], [n for _, n in parts], 2))
-        return found
+        found = np.ones(len(self._order), bool)
+        found[self._order] = np.array(each).reshape(2, -1).all(0)
+        return list(map(bool, found))
 
     def finish(self, landed: Factors, x: Sequence[int], ok: Sequence[bool] | None) -> None:
         address = self.xp.buffers.address

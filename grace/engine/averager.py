@@ -123,6 +123,7 @@ class Averager(Facts):
         if not last:
             return
         landed, self._landed, self.setup.left = self._landed, [], self.setup.leaving
+        self.setup.headers, self.setup.arriving = self.setup.arriving, []
         self._ledger.enter(landed)
 
     def advance(self) -> bool:

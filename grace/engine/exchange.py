@@ -219,8 +219,8 @@ class Exchange:
         return values
 
     def _check_headers(self) -> None:
-        # All workers see the same sums, so all of them raise. On a device, check the previous exchange's headers, whose
-        # copies have arrived, so that the host need not wait for this exchange.
+        # All workers see the same sums, so all of them raise. On a device, check the previous step's headers, whose
+        # copies have arrived, so that the host need not wait for this one.
         setup = self._setup
         if not setup.tagged:
             return
@@ -228,7 +228,8 @@ class Exchange:
         fetch = setup.xp.buffers.fetch
         found = [(place, fetch(each[PRESENT][:HEADER])) for each in results if PRESENT in each]
         if not setup.xp.on_host:
-            found, setup.headers = setup.headers, found
+            setup.arriving += found
+            found, setup.headers = setup.headers, []
         for at, sums in found:
             told = sums().tolist()
             if not in_step(told, setup.world_size):

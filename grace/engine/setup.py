@@ -88,7 +88,9 @@ class Setup:
         self.leaving = self.left
         """`left` after the next exchange, in which the workers agree on it."""
         self.headers: list[tuple[Place, Callable[[], Any]]] = []
-        """Place and summed header of each message of the last exchange, if a device holds the sums."""
+        """Place and summed header of each message of the last step, if a device holds the sums."""
+        self.arriving: list[tuple[Place, Callable[[], Any]]] = []
+        """The same of this step."""
         self.loaded_step: int | None = None
         """Step of a state loaded before there were tensors."""
         self._xp: Backend | None = None

@@ -259,19 +259,11 @@ class _Step:
 
 
 def _sums(grace: Grace, numbers: list[Any]) -> Callable[[], list[float]]:
-    # Start to sum numbers over the workers; returns a function that returns the sums. On the CPU, wait for the sums
-    # first.
+    # Sum numbers over the workers; returns a function that returns the sums, for which it waits if they are a device's.
     mine = torch.stack([grace.xp.cast(torch.as_tensor(each), "float32") for each in numbers])
-    wait = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")
-
-    def sums() -> list[float]:
-        ((found,),) = wait()
-        return list(found.tolist())
-
-    if mine.device.type != "cpu":
-        return sums
-    found = sums()
-    return lambda: found
+    ((found,),) = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")()
+    fetched = grace.xp.buffers.fetch(found)
+    return lambda: list(fetched().tolist())
 
 
 class _Group:

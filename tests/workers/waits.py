@@ -12,7 +12,9 @@ sys.path.append(str(Path(sys.prefix) / "triton"))  # where `make test` installs 
 os.environ |= {"TRITON_INTERPRET": "1", "GRACE_KERNELS": "triton"}
 
 import torch
-from launch import join_torch, leave_gloo, save
+from launch import error_of, join_torch, leave_gloo, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 (out,) = sys.argv[1:]
@@ -152,6 +154,14 @@ def optimizer(params):
     )
 
 
+def fsdp(params):
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    grc = grace.grace_from_params({**params, "min_numel": 0, "communicator": "reducescatter"})
+    grace.torch.fsdp(model, grace=grc)
+    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), grc
+
+
 def train(make, params, clip):
     """The reads of the last steps, by step; how many steps later fetched values are asked for; what the report says."""
     global reads
@@ -176,11 +186,30 @@ def train(make, params, clip):
     return found, sorted(set(late)), grc.report().steps, grc.report().runs_as
 
 
-found = {}
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(8, 20)).square().mean().backward()
+    optimizer.step()
+
+
+def apart():
+    """Worker 0 makes a pass more: after how many further steps it is an error, and which."""
+    model, optimizer, _ = ddp(METHODS["int4"])
+    for _ in range(2):
+        step(model, optimizer)
+    if rank == 0:
+        model(torch.ones(8, 20)).square().mean().backward()
+    for number in range(4):
+        if error := error_of(step, model, optimizer):
+            return number, error
+    return 4, ""
+
+
+found = {("fsdp", name): train(fsdp, METHODS[name], False) for name in ("none", "int4", "signs")}
 for name, params in METHODS.items():
     for make in (ddp, optimizer):
         for clip in (False, True):
             if not clip or name in ("eden", "int4"):
                 found[name, make.__name__, clip] = train(make, params, clip)
-save(out, rank, found)
+save(out, rank, (found, apart()))
 leave_gloo()

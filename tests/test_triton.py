@@ -51,7 +51,7 @@ def test_interpreted(part, least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, least", [("encodes_and", 30), ("bits_of", 20), ("not encodes_and and not bits_of", 20)])
+@pytest.mark.parametrize("part, least", [("encodes_and", 20), ("bits_of", 40), ("not encodes_and and not bits_of", 25)])
 def test_groups_interpreted(part, least):
     assert passing("triton_groups.py", "-k", part, TRITON_INTERPRET="1") >= least
 
@@ -59,7 +59,7 @@ def test_groups_interpreted(part, least):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiled(architecture, tmp_path):
-    assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 25
+    assert passing("triton_compiled.py", "-k", f"{architecture} or tried or full", TRITON_CACHE_DIR=str(tmp_path)) == 15
 
 
 def kernels_on(device, before="", **environment):

@@ -11,137 +11,98 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from grace.kernels.triton import groups, launcher, quantisers, sparsifiers, transforms
+from grace.kernels.triton import groups, launcher, rotations, selections
+from grace.kernels.triton.tables import form_of_blocks
 
-F, B, W, D, L = "*fp32", "*u8", "*i32", "*fp64", "*i64"
+F, W, D, L = "*fp32", "*i32", "*fp64", "*i64"
 T = launcher.TILE
-V = {"x": F, "residual": F}
-KEYS = {"start": "i64", **dict.fromkeys(quantisers.KEYS, "i32")}
 KERNELS = {
     name: each
-    for module in (groups, quantisers, sparsifiers, transforms)
+    for module in (groups, selections)
     for name, each in vars(module).items()
     if isinstance(each, JITFunction) and each.__module__ == module.__name__ and not name.startswith("_")
 }
-
-
-def group_forms(name):
-    """`forms`, of the kernels of groups."""
-    table = {"tiles": L, "table": L, "many": "i32"}
-    sent = {**table, "out": "i64"}
-    received = {**table, "senders": L, "count": "i32"}
-    for add in (True, False):
-        if name == "group_finite":
-            yield {**received, "flags": W}, {"TILE": T}
-        elif name == "group_restore":
-            yield {**table, "flags": W}, {"TILE": T}
-        elif name == "group_partials":
-            for total in (True, False):
-                yield {**table, "partials": D}, {"TILE": T, "SUM": total, "ADD": add}
-        elif name == "group_scales":
-            blocks = {"blocks": L, "partials": D, "table": L, "many": "i32", "out": "i64"}
-            yield blocks, {"TILE": 1024, "SUM": add}
-        elif name in ("efsignsgd_group", "blockint_group"):
-            for whole, block in ((True, 24), (True, launcher.LARGE), (False, T)):
-                rows, width = launcher.rows_of(block) if whole else (1, T)
-                form = {"BLOCK": block, "ROWS": rows, "WIDTH": width, "ADD": add, "WHOLE": whole}
-                if name == "efsignsgd_group":
-                    yield sent, form
-                else:
-                    bits = {24: 2, T: 4}.get(block, 8)
-                    yield {**sent, "table0": "i32", "table1": "i32"}, {**form, "BITS": bits, "RANDOM": bits > 2}
-        elif name == "efsignsgd_group_mean":
-            yield received, {"BLOCK": 512 if add else 0, "TILE": T}
-        elif name == "blockint_group_mean":
-            for bits in (8, 4, 2):
-                yield received, {"BLOCK": 512 if add else 0, "BITS": bits, "TILE": T}
-        elif name in ("eden_group", "eden_group_mean"):
-            for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
-                form = transforms.form_of(width, range(1 << bits))
-                levels, middles = ("fp32",) * (1 << bits), ("fp32",) * ((1 << bits) - 1)
-                if name == "eden_group":
-                    floats = {"levels": levels, "middles": middles, "root": "fp32", "divisor": "fp32"}
-                    yield {**sent, **floats, "stream": "i32"}, {**form, "BIASED": bits == 1, "ADD": add}
-                else:
-                    yield {**received, "levels": levels, "root": "fp32"}, form
+TABLE = {"tiles": L, "table": L, "many": "i32"}
+SENT = {**TABLE, "out": "i64"}
+RECEIVED = {**TABLE, "senders": L, "count": "i32"}
+CHUNKED = {"chunks": L, "table": L, "many": "i32"}
+BLOCKS = {
+    "int2, small blocks": ("blockint", {"block": 24, "bits": 2}),
+    "int4": ("blockint", {"block": 512, "bits": 4}),
+    "int8, one scale": ("blockint", {"block": 0, "bits": 8}),
+    "signs": ("efsignsgd", {"block": 512}),
+    "signs, one scale": ("efsignsgd", {"block": 0}),
+    "qsgd": ("qsgd", {"block": 512, "bits": 8, "levels": 127}),
+    "qsgd of 5 bits, one norm": ("qsgd", {"block": 0, "bits": 5, "levels": 15}),
+    "terngrad": ("qsgd", {"block": launcher.LARGE, "bits": 2, "levels": 0}),
+    "natural, one scale": ("codes", {"block": 0}),
+    "natural, a fixed window": ("codes", {"block": 512, "levels": 145}),
+    "votes": ("signsgd", {}),
+}
 
 
 def forms(name):
-    """Argument types and constants of each kind of kernel that `TritonKernels` launches."""
-    yield from group_forms(name)
-    for add in (True, False):
-        if name in ("efsignsgd_blocks", "blockint_blocks"):
-            for block in (24, launcher.LARGE) if add else (512,):
-                rows, width = launcher.rows_of(block)
-                shape = {"BLOCK": block, "ROWS": rows, "WIDTH": width, "ADD": add}
-                if name == "efsignsgd_blocks":
-                    yield {**V, "bits": B, "scales": F, "n": "i32"}, shape
-                else:
-                    bits = {24: 2, 512: 4}.get(block, 8)
-                    form = {**shape, "BITS": bits, "RANDOM": bits > 2}
-                    yield {**V, "codes": B, "scales": F, "n": "i64", **KEYS}, form
-        elif name in ("efsignsgd_sums", "efsignsgd_rest", "blockint_largest"):
-            found = {
-                "efsignsgd_sums": {"sums": D},
-                "efsignsgd_rest": {"bits": B, "scales": F},
-                "blockint_largest": {"scales": W},
-            }
-            size = "i32" if add else "i64"
-            sizes = {"n": size, "block": size, "tiles": "i32"}
-            yield {**V, **found[name], **sizes}, {"TILE": T, "ADD": add}
-        elif name == "blockint_rest":
-            sizes = {"n": "i32", "block": "i32", "tiles": "i32"}
-            for bits in (8, 2) if add else (4,):
-                form = {"TILE": T, "BITS": bits, "RANDOM": bits > 2, "ADD": add}
-                yield {**V, "codes": B, "scales": F, **sizes, **KEYS}, form
-        elif name in ("efsignsgd_mean", "blockint_mean"):
-            workers, block = (launcher.GROUP, 512) if add else (3, 0)
-            form = {"BLOCK": block, "WORKERS": workers, "FIRST": not add, "DIVIDE": add, "TILE": T}
-            arrays = {"scales": (F,) * workers, "out": F, "n": "i32", "divisor": "fp32"}
-            if name == "efsignsgd_mean":
-                yield {"bits": (B,) * workers, **arrays}, form
+    """Argument types and constants of each kind of kernel that is launched."""
+    if name in ("group_encode", "group_mean", "group_partials", "group_scales"):
+        for number, (method, how) in enumerate(BLOCKS.values()):
+            form, add = form_of_blocks(method, how), number % 2 == 0
+            whole = form["BLOCK"] > 0
+            random = form["METHOD"] not in ("efsignsgd", "signsgd") and number != 1
+            part = {"METHOD": form["METHOD"], "LEVELS": form["LEVELS"]}
+            if name == "group_mean":
+                yield RECEIVED, {**form, "TILE": T}
+            elif name == "group_encode":
+                rows, width = launcher.rows_of(form["BLOCK"]) if whole else (1, T)
+                shape = {"BLOCK": form["BLOCK"] or T, "ROWS": rows, "WIDTH": width, "WHOLE": whole}
+                yield {**SENT, "table0": "i32", "table1": "i32"}, {**form, **shape, "RANDOM": random, "ADD": add}
+            elif not whole:
+                for squares in (False, True) if method == "qsgd" else (False,):
+                    if name == "group_partials":
+                        more = {"TILE": T, "RANDOM": random, "ADD": add, "SQUARES": squares}
+                        yield {**SENT, "partials": D}, {**part, **more}
+                    else:
+                        blocks = {"blocks": L, "partials": D, "table": L, "many": "i32", "out": "i64"}
+                        yield blocks, {**part, "TILE": 1024, "SQUARES": squares}
+    elif name in ("group_finite", "group_restore"):
+        yield {**(RECEIVED if name == "group_finite" else TABLE), "flags": W}, {"TILE": T}
+    elif name in ("eden_group", "eden_group_mean"):
+        for width, bits in ((8, 3), (64, 2), (64, 4), (4096, 1), (launcher.LARGE, 4)):
+            form = rotations.form_of(width, range(1 << bits))
+            levels, middles = ("fp32",) * (1 << bits), ("fp32",) * ((1 << bits) - 1)
+            if name == "eden_group":
+                floats = {"levels": levels, "middles": middles, "root": "fp32", "divisor": "fp32"}
+                yield {**SENT, **floats, "stream": "i32"}, {**form, "BIASED": bits == 1, "ADD": bits > 1}
             else:
-                for bits in (4,) if add else (8, 2):
-                    yield {"codes": (B,) * workers, **arrays}, {**form, "BITS": bits}
-        elif name in ("eden_encode", "eden_mean"):
-            for width, bits in ((8, 3), (launcher.LARGE, 4)) if add else ((64, 2), (4096, 1)):
-                form, keys = transforms.form_of(width, range(1 << bits)), {"start": "i64", "key0": "i32", "key1": "i32"}
-                floats = {"levels": ("fp32",) * (1 << bits), "middles": ("fp32",) * ((1 << bits) - 1), "root": "fp32"}
-                if name == "eden_encode":
-                    arrays = {**V, "codes": B, "scales": F, "streams": B, "n": "i32", **floats}
-                    yield (
-                        {**arrays, "divisor": "fp32", "stream": "i32", **keys},
-                        {**form, "BIASED": bits == 1, "ADD": add},
-                    )
-                else:
-                    workers = transforms.TOGETHER if add else 3
-                    arrays = {name: F if name.startswith("scales") else B for name in transforms.SENT}
-                    how = {"n": "i64", "divisor": "fp32", "levels": floats["levels"], "root": "fp32"}
-                    place = {"WORKERS": workers, "FIRST": not add, "DIVIDE": add}
-                    yield {**arrays, "out": F, **how, **keys}, {**form, **place}
-        elif name == "topk_magnitudes":
-            yield {**V, "magnitudes": F, "n": "i32"}, {"TILE": T, "ADD": add}
-        elif name == "topk_take":
-            sizes = {"n": "i32", "k": "i32", "tiles": "i32"}
-            arrays = {"magnitudes": F, "bound": F, "counts": W, "ends": W, "values": F, "positions": W}
-            yield {**V, **arrays, **sizes}, {"TILE": T, "ADD": add}
-        elif add and name == "efsignsgd_scales":
-            yield {"sums": D, "scales": F, "n": "i64", "block": "i64", "tiles": "i32"}, {"TILE": 1024}
-        elif add and name == "topk_counts":
-            yield {"magnitudes": F, "bound": F, "counts": W, "n": "i32", "tiles": "i32"}, {"TILE": T}
+                yield {**RECEIVED, "levels": levels, "root": "fp32"}, form
+    elif name == "group_scatter":
+        for address in ("i32", "i64"):
+            yield {**RECEIVED, "positions": address}, {"TILE": T, "SOME": 256}
+    else:
+        for random in (True, False):
+            form = {"TILE": T, "RANDOM": random, "ADD": not random}
+            if name == "group_digits":
+                for shift in selections.SHIFTS:
+                    yield {**CHUNKED, "before": W, "counts": W, "found": L, "marks": W}, {**form, "SHIFT": shift}
+            else:
+                more = {"counts": W, "found": L, "marks": W, "positions": "i64"}
+                yield {**CHUNKED, "out": "i64", **more}, form
+
+
+def compiled(name, types, constants, architecture):
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=constants)
+    options = {"enable_fp_fusion": False}
+    if name.startswith("eden"):
+        options["num_warps"] = rotations.warps_of(constants["WIDTH"])
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, architecture):
-    compiled = 0
+    done = 0
     for types, constants in forms(name):
-        signature = {**types, **dict.fromkeys(constants, "constexpr")}
-        source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=constants)
-        options = {"enable_fp_fusion": False}
-        if name.startswith("eden"):
-            options["num_warps"] = transforms.warps_of(constants["WIDTH"])
-        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        found = compiled(name, types, constants, architecture)
         assert len(found.asm["cubin"]) > 1000
         assert f".target sm_{architecture}" in found.asm["ptx"]
         # Each operation rounds separately, to nearest, and subnormal numbers are not flushed to 0.
@@ -150,9 +111,41 @@ def test_compiles(name, architecture):
         assert not [word for word in words if re.match(r"fma\.|div\.(full|approx)|rcp|.*\.ftz", word)]
         arithmetic = {word for word in words if re.match(r"(add|sub|mul|div)\..*f(32|64)", word)}
         assert all(re.fullmatch(r"(add|sub|mul|div)\.rn\.f(32|64)", word) for word in arithmetic), arithmetic
-        compiled += 1
-    assert compiled
+        done += 1
+    assert done
+
+
+def counted(name, types, constants):
+    """How often each wide or narrow access to memory is in the code for sm_90."""
+    text = compiled(name, types, constants, 90).asm["ptx"]
+    return {
+        access: len(re.findall(rf"\b{access.split('.')[0]}\.global(?:\.\S+)?\.{access.split('.', 1)[1]}\s", text))
+        for access in ("ld.v4.b32", "st.v4.b32", "st.b32", "st.b8", "ld.b32", "ld.b8")
+    }
+
+
+@pytest.mark.parametrize("method", ["int4", "signs", "eden"])
+def test_full_tiles_are_read_and_written_by_accesses_of_128_bits(method):
+    """x and the residual are read, the new residual and x are written; codes of 4 bits are written as 32-bit words."""
+    if method == "eden":
+        form = {**rotations.form_of(64, range(16)), "BIASED": False, "ADD": True}
+        floats = {"levels": ("fp32",) * 16, "middles": ("fp32",) * 15, "root": "fp32", "divisor": "fp32"}
+        encode = "eden_group", {**SENT, **floats, "stream": "i32"}, form
+        mean = (
+            "eden_group_mean",
+            {**RECEIVED, "levels": ("fp32",) * 16, "root": "fp32"},
+            rotations.form_of(64, range(16)),
+        )
+        each = rotations.TILE // 128 // 4
+    else:
+        form = form_of_blocks(*BLOCKS[method])
+        shape = {"ROWS": 8, "WIDTH": 512, "WHOLE": True, "RANDOM": False, "ADD": True}
+        encode = "group_encode", {**SENT, "table0": "i32", "table1": "i32"}, {**form, **shape}
+        mean, each = ("group_mean", RECEIVED, {**form, "TILE": T}), T // 128 // 4
+    found, back = counted(*encode), counted(*mean)
+    assert found["ld.v4.b32"] == found["st.v4.b32"] == 2 * each  # each of 128 threads
+    assert back["st.v4.b32"] == each
 
 
 def test_all_kernels_are_tried():
-    assert len(KERNELS) == 24
+    assert len(KERNELS) == 11

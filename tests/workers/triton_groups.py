@@ -5,6 +5,7 @@ Run by tests/test_triton.py, as tests of pytest.
 
 import ctypes
 import os
+import warnings
 
 # Triton reads this when it is imported, so it must not be set in a shared process.
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -24,10 +25,12 @@ from grace.engine.groups.native import Decoder, Encoder, Message, Point
 from grace.engine.groups.recipes import recipe
 from grace.factory import grace_from_params
 from grace.kernels import library
-from grace.kernels.triton import groups, launcher
+from grace.kernels.triton import groups, launcher, selections
 from grace.transports.local import LocalTransport
 
-SIZES = (1, 8, 9, 511, 512, 513, 5000, 9001)
+SIZES = (1, 9, 511, 512, 513, 65, 1000, 130, 66, 9001)
+KIND = {65: "tiny", 1000: "special", 130: "ties", 66: "zeros"}
+"""The kinds of numbers of some tensors; those of the others are normally distributed."""
 CODED = {
     "int4": {"compressor": "blockint"},
     "int2 at random": {"compressor": "blockint", "bits": 2, "block_size": 64, "rounding": "stochastic"},
@@ -39,6 +42,18 @@ CODED = {
     "signs, large blocks": {"compressor": "efsignsgd", "block_size": 9000},
     "eden": {"compressor": "eden", "bits": 3, "block_size": 64},
     "eden, large blocks": {"compressor": "eden", "bits": 4, "block_size": 8192},
+    "qsgd": {"compressor": "qsgd"},
+    "qsgd, 3 bits": {"compressor": "qsgd", "quantum_num": 3, "bucket_size": 24},
+    "qsgd, one norm": {"compressor": "qsgd", "quantum_num": 20, "bucket_size": 0},
+    "terngrad": {"compressor": "terngrad", "block_size": 512},
+    "terngrad, one scale": {"compressor": "terngrad"},
+    "natural": {"compressor": "natural", "block_size": 512},
+    "natural, one scale": {"compressor": "natural"},
+    "natural, a fixed window": {"compressor": "natural", "window": "grace", "block_size": 64},
+    "natural, to the nearest": {"compressor": "natural", "stochastic": False, "block_size": 64, "memory": "none"},
+    "votes": {"compressor": "signsgd"},
+    "topk": {"compressor": "topk", "compress_ratio": 0.05},
+    "topk, most": {"compressor": "topk", "compress_ratio": 0.7},
     "drive": {"compressor": "eden", "bits": 1, "biased": True, "block_size": 512},
 }
 CARRIERS = {
@@ -83,11 +98,11 @@ def starts_of(sizes):
     return np.cumsum([3, *(n + 5 for n in sizes)])[:-1]
 
 
-def memory(sizes, seed, kind="normal"):
+def memory(sizes, seed, kinds=None):
     """A vector with these segments, and numbers in the holes between them."""
     whole = torch.full((int(sum(sizes)) + 5 * len(sizes) + 8,), 7.0)
     for number, (at, n) in enumerate(zip(starts_of(sizes).tolist(), sizes, strict=True)):
-        whole[at : at + n] = torch.from_numpy(vector(n, seed + number, kind))
+        whole[at : at + n] = torch.from_numpy(vector(n, seed + number, (kinds or {}).get(n, "normal")))
     return whole
 
 
@@ -98,27 +113,27 @@ def same(one, two):
     np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ["normal", "tiny", "special"])
 @pytest.mark.parametrize("method", CODED)
-def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch, method, kind):
+def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch, method):
     """Messages, means, new residuals and what x becomes, with one row of the state, two, and none; nothing in holes."""
-    sizes = SIZES if kind == "normal" else (5, 1000, 4097)
-    compressor, workers, at = compressor_of(CODED[method]), 3, 4 * starts_of(sizes)
+    sizes, compressor, workers, at = SIZES, compressor_of(CODED[method]), 3, 4 * starts_of(SIZES)
     triton, host = xp.kernels.groups, native(monkeypatch)
     messages = []
     for rank, rows in enumerate((0, 1, 2)):
         points = points_of(compressor, xp, sizes, workers, rank)
+        floats = any(dtype == "float32" for _, dtype, _ in points[0].recipe.arrays)
+        rows = rows if floats else 0  # the library keeps no residuals of the others, nor does it judge them
         message, found = Message(points, 2), []
         for mine in (True, False):
-            x, old, new = memory(sizes, 10 * rank, kind), memory(sizes, 100 + rank), memory(sizes, 200)
+            x, old, new = memory(sizes, 10 * rank, KIND), memory(sizes, 100 + rank), memory(sizes, 200)
             out = torch.full((message.size,), 165, dtype=torch.uint8)
             encoder = DeviceEncoder(triton, compressor, points, message) if mine else Encoder(host, points, message, 1)
             state = (0, 0) if rows == 0 else (old.data_ptr() + at, (old if rows == 1 else new).data_ptr() + at)
             with np.errstate(all="ignore"):
                 encoder.encode(x.data_ptr() + at, *state, out.data_ptr(), 4)
             found.append((x, old, new, out))
-        *floats, sent = zip(*found, strict=True)
-        for one, two in floats:
+        *vectors, sent = zip(*found, strict=True)
+        for one, two in vectors:
             same(one, two)
         same_messages(points, message, *sent)
         messages.append(sent[0])
@@ -131,10 +146,13 @@ def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch,
         decoder.mean(bases, one.data_ptr() + at, 4)
         other.mean(bases, two.data_ptr() + at, 4)
         same(one, two)
+        if not floats:
+            continue
         flags = torch.ones(len(points), dtype=torch.int32)
         decoder.judge(bases, flags)
-        finite = other.finite(bases)
-        np.testing.assert_array_equal(flags.numpy() != 0, np.ones(len(points), bool) if finite is None else finite)
+        sent = [[array for _, payload in other.payloads(n, bases) for array in payload] for n in range(len(sizes))]
+        finite = [all(np.isfinite(array).all() for array in arrays if array.dtype == "float32") for arrays in sent]
+        np.testing.assert_array_equal(flags.numpy() != 0, finite)
     assert not triton.failed
 
 
@@ -147,6 +165,7 @@ def same_messages(points, message, one, two):
             np.testing.assert_array_equal(a, b, err_msg=f"{name} of {number}")
 
 
+@pytest.mark.filterwarnings("ignore:'natural' without error feedback")
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("method", CODED)
 def test_steps_have_the_bits_of_the_plain_functions(xp, monkeypatch, method, carrier):
@@ -166,6 +185,38 @@ def test_steps_have_the_bits_of_the_plain_functions(xp, monkeypatch, method, car
         report = graces[0].report()
         found[use] = means, states(graces), [grace.report().bytes_sent for grace in graces]
         assert report.runs_as == ("triton" if use == "triton" else "plain functions")
+    for one, two in zip(found["triton"][0], found["off"][0], strict=True):
+        equal(one, two)
+    assert unchanged(found["triton"][1], found["off"][1])
+    assert found["triton"][2] == found["off"][2]
+
+
+@pytest.mark.filterwarnings("ignore:'randomk' without error feedback")
+@pytest.mark.parametrize("broken", [(), ("group_digits",), ("group_scatter", "group_finite")], ids=str)
+@pytest.mark.parametrize("memory", ["residual", "none"])
+def test_randomk_draws_its_positions_on_the_device(xp, monkeypatch, memory, broken):
+    """Bits, states and bytes of the plain functions, with a NaN where nothing is sent; also without kernels."""
+    sizes, found = (1, 9, 513, 2500), {}
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("no device")
+
+    def poison(gradients):
+        gradients[-1]["t513"][5] = float("nan")
+
+    for use in ("off", "triton"):
+        monkeypatch.setenv("GRACE_KERNELS", use)
+        graces = team({"compressor": "randomk", "compress_ratio": 0.05, "memory": memory}, 3, xp, sizes)
+        for name in broken if use == "triton" else ():
+            monkeypatch.setattr(groups if hasattr(groups, name) else selections, name, Broken())
+        for each in graces:  # before one of them fails: they share a backend
+            assert [group.group.on_device for group in groups_of(each).groups] == [True] * (use == "triton")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            means = [step(graces, xp, number, poison if number == 2 else None, sizes) for number in (1, 2, 3)]
+        assert len(warned) == (use == "triton" and bool(broken))
+        found[use] = means, states(graces), [grace.report().bytes_sent for grace in graces]
     for one, two in zip(found["triton"][0], found["off"][0], strict=True):
         equal(one, two)
     assert unchanged(found["triton"][1], found["off"][1])
@@ -262,7 +313,7 @@ def test_no_step_reads_a_value(xp, monkeypatch, method, carrier):
     assert reads == []
 
 
-@pytest.mark.parametrize("broken", ["blockint_group", "blockint_group_mean", "group_finite", "group_restore"])
+@pytest.mark.parametrize("broken", ["group_encode", "group_mean", "group_finite", "group_restore"])
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_kernel_that_fails_leaves_the_messages_as_they_are(xp, monkeypatch, carrier, broken):
     """The plain functions go on, on this worker alone: the others know nothing of it."""
@@ -294,9 +345,12 @@ def test_a_kernel_that_fails_leaves_the_messages_as_they_are(xp, monkeypatch, ca
     assert unchanged(found["triton"][1], found["off"][1])
 
 
-@pytest.mark.parametrize("method, launches", [("int4", 4), ("eden", 3), ("signs, one scale", 6)])
+@pytest.mark.parametrize("method, launches", [("int4", 4), ("eden", 3), ("signs, one scale", 6), ("topk", 7)])
 def test_a_step_takes_the_same_launches_for_any_number_of_tensors(xp, monkeypatch, method, launches):
-    """One encodes, one judges, one decodes, and one restores states; large blocks take two more."""
+    """One encodes, one judges, one decodes, and one restores states; large blocks take two more.
+
+    Top-k takes four to encode.
+    """
     launched, launch = [], launcher.Launcher._launch
     monkeypatch.setattr(
         launcher.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)

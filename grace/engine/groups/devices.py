@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grace.backends import Backend
+from grace.compressors.measured.natural import GRACE_TOP
 from grace.core import Array, Compressor, apart, run_local
 from grace.core.dtypes import ITEMSIZE
 from grace.core.errors import Unavailable
@@ -28,9 +29,6 @@ from grace.engine.groups.exchanges import (
     addresses,
 )
 from grace.engine.groups.native import Message, Point
-
-SCALES = 1
-"""The place of the scales in the payloads of all of them."""
 
 
 class _Draws:
@@ -58,20 +56,25 @@ class Launches:
         self.groups, self.compressor, self.points = groups, compressor, points
         self.draws = _Draws(points)
         self.name, self.random = points[0].recipe.encode.removesuffix("_encode"), bool(points[0].recipe.draws)
+        kinds = [dtype for _, dtype, _ in points[0].recipe.arrays]
+        self.floats = kinds.index("float32") if "float32" in kinds else 1
+        """The place of the float32 array, which shows whether an element is finite, in a payload."""
         alike: dict[Any, list[int]] = {}
         for number, point in enumerate(points):
             alike.setdefault(tuple(point.recipe.how.items()), []).append(number)
         recipes = (points[members[0]].recipe for members in alike.values())
-        settings = [(recipe.how, recipe.more) for recipe in recipes]
+        window = {"levels": GRACE_TOP} if getattr(compressor, "window", "") == "grace" else {}
+        settings = [({**recipe.how, **window}, recipe.more) for recipe in recipes]
         self.parts = [(how, np.array(each, np.int64)) for how, each in zip(settings, alike.values(), strict=True)]
 
     def table(self, members: Any, places: Mapping[str, Any], units: Any) -> dict[str, Any]:
         """What Triton's kernels need to know of some points: int64[points] each."""
         mine, arrays = [self.points[number] for number in members], [name for name, *_ in self.points[0].recipe.arrays]
+        arrays.insert(1, arrays.pop(self.floats))
         return {
             "sizes": np.array([point.ctx.size for point in mine], np.int64),
             "starts": np.array([point.ctx.offset for point in mine], np.int64),
-            "counts": np.array([point.recipe.arrays[SCALES][2] for point in mine], np.int64),
+            "counts": np.array([point.recipe.arrays[self.floats][2] for point in mine], np.int64),
             "flags": units[members],
             "offsets": [places[array][members] for array in arrays],
         }
@@ -155,7 +158,7 @@ class DeviceDecoder:
                 for number in members.tolist():
                     unit, xp = int(self._units[number]), self.points[number].ctx.xp
                     for payload in self.payloads(number, messages):
-                        flags[unit] *= xp.cast(xp.finite(payload[SCALES]), "int32")
+                        flags[unit] *= xp.cast(xp.finite(payload[self._launches.floats]), "int32")
 
     def mean(self, messages: Any, out: Any, step: int) -> None:
         """See `Decoder.mean`."""

@@ -1,8 +1,9 @@
-"""Triton's kernels for PyTorch's CUDA tensors: signs, integers, the top-k selection, and rotations with few bits.
+"""Triton's kernels for PyTorch's CUDA tensors, for all tensors of a bucket at once: `tables.TritonGroups`.
 
-`groups` has those for all tensors of a bucket at once. Each gives the same bits as the plain function on a host:
-divisions are rounded to nearest, there is no fused multiply-add, and workers are added in order. No call waits for the
-device. If TRITON_INTERPRET=1 is set on import, Triton's interpreter runs them on the host, element by element in NumPy.
+Quantisers in blocks and rotations are in `groups`, selections in `selections`. Each gives the same bits as the plain
+function on a host: divisions are rounded to nearest, there is no fused multiply-add, and workers are added in order.
+No call waits for the device. If TRITON_INTERPRET=1 is set on import, Triton's interpreter runs them on the host,
+element by element in NumPy.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from typing import Any
 
 from grace.kernels.arrays import Arrays
 from grace.kernels.host import absent
-from grace.kernels.triton.quantisers import TritonQuantisers
-from grace.kernels.triton.sparsifiers import TritonSparsifiers
+from grace.kernels.triton.singles import TritonQuantisers, TritonSparsifiers, TritonTransforms
 from grace.kernels.triton.tables import TritonGroups
-from grace.kernels.triton.transforms import TritonTransforms
 
 
 class TritonKernels:
@@ -25,5 +24,6 @@ class TritonKernels:
     arrays = absent(Arrays)
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
-        self.quantisers, self.sparsifiers = TritonQuantisers(xp, give_up), TritonSparsifiers(xp, give_up)
-        self.transforms, self.groups = TritonTransforms(xp, give_up), TritonGroups(xp, give_up)
+        alone = TritonGroups(xp, give_up)
+        self.quantisers, self.transforms = TritonQuantisers(alone), TritonTransforms(alone)
+        self.sparsifiers, self.groups = TritonSparsifiers(alone), TritonGroups(xp, give_up)

@@ -1,6 +1,6 @@
 """Triton's kernels of groups: one launch for all points of a bucket, from a table of their addresses.
 
-Each computes what the kernels of one tensor do, element by element.
+Each computes what the plain functions of a method do, element by element, and rounds as they do.
 """
 
 from __future__ import annotations
@@ -10,125 +10,104 @@ import triton.language as tl
 
 from grace.kernels.triton.launcher import magnitudes_of
 from grace.kernels.triton.parts import (
-    largest_magnitude,
-    load_ints,
-    load_signs,
-    mean_magnitude,
-    places,
-    put_ints,
-    put_signs,
-    received,
+    codes_of,
+    drawn,
+    floats,
+    load_codes,
+    natural_fields,
+    natural_scale,
+    norm_of,
+    not_zero,
+    put_codes,
+    scales_at,
+    scales_of,
+    store_floats,
+    values_of,
+    words,
 )
-from grace.kernels.triton.rotations import load_rotated, put_rotated, row_places, words
-
-# Columns of a table of points, int64[COLUMNS, points], which the addresses of received messages follow.
-N, START, FLAG = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-X, OLD, NEW = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-KEY0, KEY1 = tl.constexpr(6), tl.constexpr(7)
-CODES, SCALES, STREAMS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-COLUMNS = tl.constexpr(11)
-ALIKE = ("many", "count", "out", "table0", "table1", "stream")
-"""Arguments whose values must not select another compiled kernel."""
-
-
-# -- kernel helpers ----------------------------------------------------------------------------------------------------
-@triton.jit
-def _tile(tiles):
-    # Returns a program's point, the number of its first block, the place of its first element, and how many there are.
-    row = tiles + tl.program_id(0).to(tl.int64) * 4
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3).to(tl.int32)
-
-
-@triton.jit
-def _of(table, many, point, COLUMN: tl.constexpr):
-    return tl.load(table + COLUMN * many + point)
-
-
-@triton.jit
-def _floats(address):
-    return address.to(tl.pointer_type(tl.float32), bitcast=False)
-
-
-@triton.jit
-def _octets(address):
-    return address.to(tl.pointer_type(tl.uint8), bitcast=False)
-
-
-@triton.jit
-def _load(table, many, point, begin, at, here, ADD: tl.constexpr):
-    # Returns x + residual and the residual; if not ADD, x twice.
-    value = tl.load(_floats(_of(table, many, point, X)) + begin + at, mask=here, other=0.0)
-    residual = value
-    if ADD:
-        residual = tl.load(_floats(_of(table, many, point, OLD)) + begin + at, mask=here, other=0.0)
-        value += residual
-    return value, residual
-
-
-@triton.jit
-def _keep(table, many, point, begin, at, here, rest, residual):
-    # Stores the new residual; if it replaces the old one, x receives the old one.
-    old, new = _of(table, many, point, OLD), _of(table, many, point, NEW)
-    tl.store(_floats(new) + begin + at, rest, mask=here)
-    if old == new:
-        tl.store(_floats(_of(table, many, point, X)) + begin + at, residual, mask=here)
-
-
-@triton.jit
-def _message(table, many, senders, point, count, worker):
-    # Returns the address of the message of a point's worker.
-    return tl.load(table + COLUMNS * many + tl.load(senders + point * count + worker))
-
-
-@triton.jit
-def _put(table, many, point, begin, at, left, total, count):
-    # Stores the mean of the payloads of ``count`` workers.
-    if count > 1:
-        total = tl.div_rn(total, tl.zeros_like(total) + count.to(tl.float32))
-    tl.store(_floats(_of(table, many, point, X)) + begin + at, total, mask=at < left)
+from grace.kernels.triton.points import (
+    ALIKE,
+    CODES,
+    FLAG,
+    NEW,
+    OLD,
+    SCALES,
+    START,
+    STREAMS,
+    X,
+    codes_of_all,
+    column,
+    fast,
+    keep,
+    keys_of,
+    load_value,
+    message_of,
+    put_mean,
+    tile_of,
+)
+from grace.kernels.triton.rotations import load_rotated, put_rotated, row_places
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=ALIKE)
 def group_finite(tiles, table, many, senders, count, flags, TILE: tl.constexpr):
     """Clear the flag of a point with a scale that is not finite."""
-    point, _, begin, left = _tile(tiles)
+    point, _, begin, left = tile_of(tiles)
     at = tl.arange(0, TILE)
     worst = tl.zeros((TILE,), tl.int32)
     for worker in range(count):
-        scales = _floats(_message(table, many, senders, point, count, worker) + _of(table, many, point, SCALES))
+        scales = floats(message_of(table, many, senders, point, count, worker) + column(table, many, point, SCALES))
         worst = tl.maximum(worst, magnitudes_of(tl.load(scales + begin + at, mask=at < left, other=0.0)))
     if tl.max(worst, 0) >= 0x7F800000:
-        tl.store(flags + _of(table, many, point, FLAG), 0)
+        tl.store(flags + column(table, many, point, FLAG), 0)
 
 
 @triton.jit(do_not_specialize=ALIKE)
 def group_restore(tiles, table, many, flags, TILE: tl.constexpr):
-    """Undo `_keep` where a point's flag is 0: its new residual becomes the old one."""
-    point, _, begin, left = _tile(tiles)
-    if tl.load(flags + _of(table, many, point, FLAG)) == 0:
-        old, new, x = _of(table, many, point, OLD), _of(table, many, point, NEW), _of(table, many, point, X)
+    """Undo `keep` where a point's flag is 0: its new residual becomes the old one."""
+    point, _, begin, left = tile_of(tiles)
+    if tl.load(flags + column(table, many, point, FLAG)) == 0:
+        old, new, x = column(table, many, point, OLD), column(table, many, point, NEW), column(table, many, point, X)
         at = tl.arange(0, TILE)
-        source = _floats(tl.where(old == new, x, old)) + begin
-        tl.store(_floats(new) + begin + at, tl.load(source + at, mask=at < left), mask=at < left)
+        source = floats(tl.where(old == new, x, old)) + begin
+        tl.store(floats(new) + begin + at, tl.load(source + at, mask=at < left), mask=at < left)
 
 
-# -- blocks too large for one program: statistics first ----------------------------------------------------------------
+# -- blocks that share a scale -----------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=ALIKE)
-def group_partials(tiles, table, many, partials, TILE: tl.constexpr, SUM: tl.constexpr, ADD: tl.constexpr):
-    """Write a tile's sum of magnitudes, or its largest magnitude as an integer, to ``partials``, float64[tiles]."""
-    point, _, begin, left = _tile(tiles)
+def group_partials(
+    tiles, table, many, out, partials,
+    METHOD: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
+    SQUARES: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's part of the scale of a block that is too large for one program to ``partials``, float64[tiles].
+
+    The parts are sums of magnitudes for efsignsgd, largest magnitudes or fields as integers for others; with SQUARES
+    sums of squares in units of the largest magnitude, which the scale's place holds.
+    """
+    point, block, begin, left = tile_of(tiles)
     at = tl.arange(0, TILE)
-    value, _ = _load(table, many, point, begin, at, at < left, ADD)
-    if SUM:
+    value, _ = load_value(table, many, point, begin, at, at < left, ADD, False)
+    if METHOD == "efsignsgd":
         found = tl.sum(tl.abs(value).to(tl.float64), 0)
+    elif SQUARES:
+        largest = tl.load(floats(out + column(table, many, point, SCALES)) + block)
+        share = tl.div_rn(value, not_zero(tl.zeros_like(value) + largest))
+        found = tl.sum((share * share).to(tl.float64), 0)
+    elif METHOD == "natural":
+        key0, key1 = keys_of(table, many, point)
+        draws = words(column(table, many, point, START) + begin, at, key0, key1)
+        found = tl.max(natural_fields(value, draws, RANDOM), 0).to(tl.float64)
     else:
         found = tl.max(magnitudes_of(value), 0).to(tl.float64)
     tl.store(partials + tl.program_id(0), found)
 
 
 @triton.jit(do_not_specialize=ALIKE)
-def group_scales(blocks, partials, table, many, out, TILE: tl.constexpr, SUM: tl.constexpr):
+def group_scales(
+    blocks, partials, table, many, out,
+    METHOD: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
     """Write the scale of a block: ``blocks`` has its point, number, first tile, number of tiles and of elements."""
     row = blocks + tl.program_id(0).to(tl.int64) * 5
     first, tiles = tl.load(row + 2), tl.load(row + 3)
@@ -136,153 +115,213 @@ def group_scales(blocks, partials, table, many, out, TILE: tl.constexpr, SUM: tl
     found = tl.zeros((TILE,), tl.float64)
     for begin in range(0, tiles, TILE):
         part = tl.load(partials + first + begin + at, mask=at < tiles - begin, other=0.0)
-        found = found + part if SUM else tl.maximum(found, part)
-    if SUM:
+        found = found + part if METHOD == "efsignsgd" or SQUARES else tl.maximum(found, part)
+    place = scales_at(METHOD, out + column(table, many, tl.load(row), SCALES)) + tl.load(row + 1)
+    if METHOD == "efsignsgd":
         scale = tl.div_rn(tl.sum(found, 0).to(tl.float32), tl.load(row + 4).to(tl.float32))
+    elif SQUARES:
+        scale = norm_of(tl.load(place), tl.sum(found, 0))
+    elif METHOD == "natural":
+        scale = natural_scale(tl.max(found, 0).to(tl.int32), LEVELS)
     else:
         scale = tl.max(found, 0).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(_floats(out + _of(table, many, tl.load(row), SCALES)) + tl.load(row + 1), scale)
+    tl.store(place, scale)
 
 
-# -- signs -------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=ALIKE)
-def efsignsgd_group(
-    tiles, table, many, out, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    WHOLE: tl.constexpr,
+def group_encode(
+    tiles, table, many, out, table0, table1,
+    METHOD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    LEVELS: tl.constexpr, EACH: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`efsignsgd_encode` of ROWS blocks to the message at ``out``; unless WHOLE, of a part of one with its scale."""
-    point, block, begin, left = _tile(tiles)
-    column, at = places(ROWS, BLOCK, WIDTH, 8)
-    here = (column < BLOCK) & (at < left)
-    value, residual = _load(table, many, point, begin, at, here, ADD)
-    row = tl.arange(0, ROWS)[:, None, None]
-    scales = _floats(out + _of(table, many, point, SCALES)) + block
+    """Encode ROWS blocks, padded to WIDTH elements, to the message at ``out``.
+
+    Unless WHOLE, it is a part of a block, whose scale the message holds. METHOD: see `grace.kernels.triton.parts`.
+    """
+    point, block, begin, left = tile_of(tiles)
+    codes = out + column(table, many, point, CODES) + begin // 8 * BITS
+    scales = scales_at(METHOD, out + column(table, many, point, SCALES)) + block
+    full = (left == ROWS * BLOCK) & (BLOCK == WIDTH)
+    if full & fast(table, many, point, begin, codes, EACH * BITS // 8, ADD):
+        _encode(
+            point, begin, left, table, many, codes, scales, table0, table1,
+            METHOD, BLOCK, ROWS, WIDTH, BITS, LEVELS, EACH, RANDOM, ADD, WHOLE, True,
+        )  # fmt: skip
+    else:
+        _encode(
+            point, begin, left, table, many, codes, scales, table0, table1,
+            METHOD, BLOCK, ROWS, WIDTH, BITS, LEVELS, EACH, RANDOM, ADD, WHOLE, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _encode(
+    point, begin, left, table, many, codes, scales, table0, table1,
+    METHOD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    LEVELS: tl.constexpr, EACH: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    row, first = tl.arange(0, ROWS)[:, None, None], tl.arange(0, WIDTH // EACH)[None, :, None] * EACH
+    inside = first + tl.arange(0, EACH)[None, None, :]
+    at = row * BLOCK + inside
+    here = (inside < BLOCK) & (at < left)
+    value, residual = load_value(table, many, point, begin, at, here, ADD, FAST)
+    key0, key1 = keys_of(table, many, point)
+    draws = drawn(METHOD, column(table, many, point, START) + begin, at, table0, table1, key0, key1)
     if WHOLE:
-        scale = mean_magnitude(value, tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1))
+        count = tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1)
+        scale = scales_of(METHOD, value, draws, count, LEVELS, RANDOM)
         tl.store(scales + row, scale, mask=row * BLOCK < left)
     else:
         scale = tl.load(scales + row)
-    rest = put_signs(value, scale, _octets(out + _of(table, many, point, CODES)) + begin // 8, at, here)
+    code = codes_of(METHOD, value, scale, draws, BITS, LEVELS, RANDOM)
     if ADD:
-        _keep(table, many, point, begin, at, here, rest, residual)
+        rest = value - values_of(METHOD, code, scale, BITS, LEVELS)
+        keep(table, many, point, begin, at, here, rest, residual, FAST)
+    if not FAST:
+        code = tl.where(here, code, 0)
+    room = tl.where(first < BLOCK, left - row * BLOCK - first, 0)
+    put_codes(codes, code, row * (BLOCK // EACH) + first // EACH, room, BITS, EACH, FAST)
 
 
 @triton.jit(do_not_specialize=ALIKE)
-def efsignsgd_group_mean(tiles, table, many, senders, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`efsignsgd_mean` of a tile."""
-    point, _, begin, left = _tile(tiles)
-    byte, at, place = received(begin, BLOCK, TILE, 8)
-    codes, scales = _of(table, many, point, CODES), _of(table, many, point, SCALES)
-    base = _message(table, many, senders, point, count, 0)
-    total = load_signs(_octets(base + codes), _floats(base + scales), begin, left, byte, place)
-    for worker in range(1, count):
-        base = _message(table, many, senders, point, count, worker)
-        total += load_signs(_octets(base + codes), _floats(base + scales), begin, left, byte, place)
-    _put(table, many, point, begin, at, left, total, count)
-
-
-# -- integers ----------------------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize=ALIKE)
-def blockint_group(
-    tiles, table, many, out, table0, table1, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+def group_mean(
+    tiles, table, many, senders, count,
+    METHOD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """`efsignsgd_group`, for integers."""
-    point, block, begin, left = _tile(tiles)
-    column, at = places(ROWS, BLOCK, WIDTH, 8 // BITS)
-    here = (column < BLOCK) & (at < left)
-    value, residual = _load(table, many, point, begin, at, here, ADD)
-    row = tl.arange(0, ROWS)[:, None, None]
-    scales = _floats(out + _of(table, many, point, SCALES)) + block
-    if WHOLE:
-        scale = largest_magnitude(value)
-        tl.store(scales + row, scale, mask=row * BLOCK < left)
+    """Decode the mean of a tile; for signsgd the majority."""
+    point, _, begin, left = tile_of(tiles)
+    SIZE: tl.constexpr = EACH * BITS // 8
+    offset = column(table, many, point, CODES) + begin // 8 * BITS
+    found = codes_of_all(table, many, senders, point, count, offset) if SIZE == 4 or SIZE == 2 else offset
+    if (left == TILE) & fast(table, many, point, begin, found, SIZE, False):
+        _mean(point, begin, left, table, many, senders, count, METHOD, BLOCK, TILE, BITS, LEVELS, EACH, True)
     else:
-        scale = tl.load(scales + row)
-    key0, key1 = _of(table, many, point, KEY0).to(tl.int32), _of(table, many, point, KEY1).to(tl.int32)
-    start = _of(table, many, point, START) + begin
-    codes = _octets(out + _of(table, many, point, CODES)) + begin // (8 // BITS)
-    rest = put_ints(value, scale, codes, at, here, start, table0, table1, key0, key1, BITS, RANDOM)
-    if ADD:
-        _keep(table, many, point, begin, at, here, rest, residual)
+        _mean(point, begin, left, table, many, senders, count, METHOD, BLOCK, TILE, BITS, LEVELS, EACH, False)
 
 
-@triton.jit(do_not_specialize=ALIKE)
-def blockint_group_mean(
-    tiles, table, many, senders, count, BLOCK: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr
-):
-    """`blockint_mean` of a tile."""
-    point, _, begin, left = _tile(tiles)
-    byte, at, place = received(begin, BLOCK, TILE, 8 // BITS)
-    codes, scales = _of(table, many, point, CODES), _of(table, many, point, SCALES)
-    base = _message(table, many, senders, point, count, 0)
-    total = load_ints(_octets(base + codes), _floats(base + scales), begin, left, byte, place, BITS)
+@triton.jit
+def _mean(
+    point, begin, left, table, many, senders, count,
+    METHOD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    EACH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    word = tl.arange(0, TILE // EACH)[None, :, None]
+    at = word * EACH + tl.arange(0, EACH)[None, None, :]
+    base = message_of(table, many, senders, point, count, 0)
+    total = _decoded(base, table, many, point, begin, left, word, METHOD, BLOCK, BITS, LEVELS, EACH, FAST)
     for worker in range(1, count):
-        base = _message(table, many, senders, point, count, worker)
-        total += load_ints(_octets(base + codes), _floats(base + scales), begin, left, byte, place, BITS)
-    _put(table, many, point, begin, at, left, total, count)
+        base = message_of(table, many, senders, point, count, worker)
+        total += _decoded(base, table, many, point, begin, left, word, METHOD, BLOCK, BITS, LEVELS, EACH, FAST)
+    if METHOD == "signsgd":
+        total = tl.where(total >= 0, 1.0, -1.0) + (total - total)  # NaN if a worker's block is not finite
+        store_floats(column(table, many, point, X) + begin * 4, at, at < left, total, FAST)
+    else:
+        put_mean(table, many, point, begin, at, left, total, count, FAST)
+
+
+@triton.jit
+def _decoded(
+    base, table, many, point, begin, left, word,
+    METHOD: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EACH: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    # Returns what the payload in a message stands for.
+    room = left - word * EACH
+    code = load_codes(base + column(table, many, point, CODES) + begin // 8 * BITS, word, room, BITS, EACH, FAST)
+    place = word * 0
+    if BLOCK:
+        place = begin // BLOCK + ((begin % BLOCK).to(tl.int32) + word * EACH) // BLOCK
+    scale = tl.load(scales_at(METHOD, base + column(table, many, point, SCALES)) + place, mask=room > 0, other=0)
+    return values_of(METHOD, code, scale, BITS, LEVELS)
 
 
 # -- rotations ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def _words_of(table, many, point, begin, at):
     # Returns the random words of a tile's elements.
-    key0, key1 = _of(table, many, point, KEY0).to(tl.int32), _of(table, many, point, KEY1).to(tl.int32)
-    return words(_of(table, many, point, START) + begin, at, key0, key1)
+    key0, key1 = keys_of(table, many, point)
+    return words(column(table, many, point, START) + begin, at, key0, key1)
 
 
 @triton.jit(do_not_specialize=ALIKE)
 def eden_group(
     tiles, table, many, out, levels, middles, root, divisor, stream,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
     BIASED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`eden_encode` of ROWS blocks to the message at ``out``."""
-    point, block, begin, left = _tile(tiles)
-    row, at = row_places(ROWS, WIDTH)
-    value, residual = _load(table, many, point, begin, at, at < left, ADD)
-    rest = put_rotated(
-        value, _words_of(table, many, point, begin, at),
-        _octets(out + _of(table, many, point, CODES)) + begin // 8 * BITS,
-        _floats(out + _of(table, many, point, SCALES)) + block,
-        _octets(out + _of(table, many, point, STREAMS)) + block,
-        row, left, levels, middles, root, divisor, stream, ROWS, WIDTH, STAGES, BITS, BIASED, ADD,
-    )  # fmt: skip
-    if ADD:
-        _keep(table, many, point, begin, at, at < left, rest, residual)
+    """`grace.compressors.eden.Eden.compress` of ROWS blocks to the message at ``out``. ``root``: the root of WIDTH."""
+    point, block, begin, left = tile_of(tiles)
+    codes = out + column(table, many, point, CODES) + begin // 8 * BITS
+    if (left == ROWS * WIDTH) & fast(table, many, point, begin, codes, EACH * BITS // 8, ADD):
+        _rotate(
+            point, block, begin, left, table, many, out, codes, levels, middles, root, divisor, stream,
+            ROWS, WIDTH, STAGES, BITS, EACH, BIASED, ADD, True,
+        )  # fmt: skip
+    else:
+        _rotate(
+            point, block, begin, left, table, many, out, codes, levels, middles, root, divisor, stream,
+            ROWS, WIDTH, STAGES, BITS, EACH, BIASED, ADD, False,
+        )  # fmt: skip
 
 
 @triton.jit
-def _rotated_of(
-    table, many, point, base, random, block, begin, row, left, levels, root,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
+def _rotate(
+    point, block, begin, left, table, many, out, codes, levels, middles, root, divisor, stream,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
+    BIASED: tl.constexpr, ADD: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    # Returns what the payload in a message stands for.
-    return load_rotated(
-        random,
-        _octets(base + _of(table, many, point, CODES)) + begin // 8 * BITS,
-        _floats(base + _of(table, many, point, SCALES)) + block,
-        _octets(base + _of(table, many, point, STREAMS)) + block,
-        row, left, levels, root, ROWS, WIDTH, STAGES, BITS,
+    row, at = row_places(ROWS, WIDTH)
+    value, residual = load_value(table, many, point, begin, at, at < left, ADD, FAST)
+    rest = put_rotated(
+        value, _words_of(table, many, point, begin, at), codes,
+        out + column(table, many, point, SCALES) + block * 4, out + column(table, many, point, STREAMS) + block,
+        row, left, levels, middles, root, divisor, stream,
+        ROWS, WIDTH, STAGES, BITS, EACH, BIASED, ADD, FAST,
     )  # fmt: skip
+    if ADD:
+        keep(table, many, point, begin, at, at < left, rest, residual, FAST)
 
 
 @triton.jit(do_not_specialize=ALIKE)
 def eden_group_mean(
     tiles, table, many, senders, count, levels, root,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """`eden_mean` of ROWS blocks."""
-    point, block, begin, left = _tile(tiles)
+    """Decode the mean of ROWS blocks."""
+    point, block, begin, left = tile_of(tiles)
+    offset = column(table, many, point, CODES) + begin // 8 * BITS
+    found = codes_of_all(table, many, senders, point, count, offset)
+    if (left == ROWS * WIDTH) & fast(table, many, point, begin, found, EACH * BITS // 8, False):
+        _rotate_back(
+            point, block, begin, left, table, many, senders, count, levels, root, ROWS, WIDTH, STAGES, BITS, EACH, True
+        )
+    else:
+        _rotate_back(
+            point, block, begin, left, table, many, senders, count, levels, root, ROWS, WIDTH, STAGES, BITS, EACH, False
+        )
+
+
+@triton.jit
+def _rotate_back(
+    point, block, begin, left, table, many, senders, count, levels, root,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
     row, at = row_places(ROWS, WIDTH)
     random = _words_of(table, many, point, begin, at)
-    base = _message(table, many, senders, point, count, 0)
-    total = _rotated_of(
-        table, many, point, base, random, block, begin, row, left, levels, root, ROWS, WIDTH, STAGES, BITS
-    )
+    codes = column(table, many, point, CODES) + begin // 8 * BITS
+    scales, streams = column(table, many, point, SCALES) + block * 4, column(table, many, point, STREAMS) + block
+    base = message_of(table, many, senders, point, count, 0)
+    total = load_rotated(
+        random, base + codes, base + scales, base + streams, row, left, levels, root,
+        ROWS, WIDTH, STAGES, BITS, EACH, FAST,
+    )  # fmt: skip
     for worker in range(1, count):
-        base = _message(table, many, senders, point, count, worker)
-        total += _rotated_of(
-            table, many, point, base, random, block, begin, row, left, levels, root, ROWS, WIDTH, STAGES, BITS
-        )
-    _put(table, many, point, begin, at, left, total, count)
+        base = message_of(table, many, senders, point, count, worker)
+        total += load_rotated(
+            random, base + codes, base + scales, base + streams, row, left, levels, root,
+            ROWS, WIDTH, STAGES, BITS, EACH, FAST,
+        )  # fmt: skip
+    put_mean(table, many, point, begin, at, left, total, count, FAST)

@@ -10,10 +10,20 @@ import numpy as np
 import torch
 
 from grace.kernels.triton import groups as kernels
+from grace.kernels.triton import points as columns
+from grace.kernels.triton import selections
 from grace.kernels.triton.launcher import LARGE, TILE, Launcher, rows_of
-from grace.kernels.triton.transforms import form_of, warps_of
+from grace.kernels.triton.rotations import form_of, warps_of
 
 Array = Any
+
+
+CHECKED = 8192
+"""Number of elements that share a flag, for methods without a block size."""
+SELECTING = ("topk", "randomk")
+"""The methods that send some elements."""
+BITS = {"efsignsgd": 1, "signsgd": 1, "codes": 8}
+"""Bits of a code, for methods whose kernels are not told."""
 
 
 class Points(NamedTuple):
@@ -23,7 +33,7 @@ class Points(NamedTuple):
     starts: Any
     """The positions of their first elements in their tensors."""
     counts: Any
-    """Their numbers of scales."""
+    """Their numbers of scales, or of elements that are sent."""
     flags: Any
     """The numbers of their flags."""
     offsets: Sequence[Any]
@@ -35,12 +45,13 @@ class Table:
 
     def __init__(self, xp: Any, points: Points, more: int = 0):
         self._xp, self.many = xp, len(points.sizes)
-        self._words = np.zeros(int(kernels.COLUMNS) * self.many + more, np.int64)
-        self._columns = self._words[: int(kernels.COLUMNS) * self.many].reshape(int(kernels.COLUMNS), self.many)
+        self._words = np.zeros(int(columns.COLUMNS) * self.many + more, np.int64)
+        self._columns = self._words[: int(columns.COLUMNS) * self.many].reshape(int(columns.COLUMNS), self.many)
         self._sent = self._words[:0]
         self._copy: Array = None
-        self.set({kernels.N: points.sizes, kernels.START: points.starts, kernels.FLAG: points.flags})
-        self.set({int(kernels.CODES) + number: offsets for number, offsets in enumerate(points.offsets)})
+        self.set({columns.N: points.sizes, columns.START: points.starts, columns.FLAG: points.flags})
+        self.set({columns.COUNT: points.counts})
+        self.set({int(columns.CODES) + number: offsets for number, offsets in enumerate(points.offsets)})
 
     def set(self, columns: dict[Any, Any]) -> None:
         """Set columns, each to one number or to one per point."""
@@ -49,7 +60,7 @@ class Table:
 
     def set_messages(self, addresses: Any) -> None:
         """Set the addresses of received messages."""
-        self._words[int(kernels.COLUMNS) * self.many :] = addresses
+        self._words[int(columns.COLUMNS) * self.many :] = addresses
 
     def on_device(self) -> Array:
         """The table, int64[n], copied asynchronously if it has changed."""
@@ -83,7 +94,7 @@ class TritonGroups(Launcher):
         tiles = self.tiles(sizes, 0, TILE)
 
         def restore(x: Any, old: Any, new: Any, kept: Array) -> None:
-            table.set({kernels.X: x, kernels.OLD: old, kernels.NEW: new})
+            table.set({columns.X: x, columns.OLD: old, columns.NEW: new})
             self._launch(kernels.group_restore, len(tiles), tiles, table.on_device(), table.many, kept, TILE=TILE)
 
         return restore
@@ -94,7 +105,9 @@ class TritonGroups(Launcher):
         """The encoder of `Points` with equal settings, for the method of this name; see `recipes.Recipe`."""
         if name == "eden":
             return Rotated(self, Points(**points), how, more)
-        return Blocks(self, name, Points(**points), how["block"], how.get("bits", 1), random)
+        if name in SELECTING:
+            return Selected(self, Points(**points), name == "randomk")
+        return Blocks(self, Points(**points), form_of_blocks(name, how), random)
 
     def decoder(
         self, name: str, how: Mapping[str, int], more: Mapping[str, Any], points: Mapping[str, Any], senders: Any
@@ -106,9 +119,11 @@ class TritonGroups(Launcher):
             given, step = (levels, how["width"] ** 0.5), form["ROWS"] * how["width"]
             form["num_warps"] = warps_of(how["width"])
             return Mean(self, kernels.eden_group_mean, Points(**points), senders, (how["width"], step), given, form)
-        form = {"BLOCK": how["block"], "TILE": TILE} | ({} if name == "efsignsgd" else {"BITS": how["bits"]})
-        kernel = kernels.efsignsgd_group_mean if name == "efsignsgd" else kernels.blockint_group_mean
-        return Mean(self, kernel, Points(**points), senders, (0, TILE), (), form)
+        if name in SELECTING:
+            form = {"TILE": TILE, "SOME": 256}
+            return Mean(self, selections.group_scatter, Points(**points), senders, (0, TILE), (0,), form)
+        form = form_of_blocks(name, how) | {"TILE": TILE}
+        return Mean(self, kernels.group_mean, Points(**points), senders, (0, TILE), (), form)
 
     def view(self, address: int, n: int, dtype: str) -> Array:
         """The array of n elements at an address."""
@@ -133,37 +148,43 @@ class TritonGroups(Launcher):
         return uploaded(self._xp, _tiles(sizes, block, tile))
 
 
-class Blocks:
-    """Encodes points in blocks that share a scale: signs, and integers of ``bits``."""
+def form_of_blocks(name: str, how: Mapping[str, int]) -> dict[str, Any]:
+    """The constants that kernels of methods with blocks, with "levels" for natural's window, are compiled for."""
+    block, bits, levels = how.get("block", CHECKED), how.get("bits", BITS.get(name, 0)), how.get("levels", 0)
+    each = 8 if 32 % bits or block % (32 // bits) else 32 // bits
+    method = "terngrad" if name == "qsgd" and not levels else "natural" if name == "codes" else name
+    return {"METHOD": method, "BLOCK": block, "BITS": bits, "LEVELS": levels, "EACH": each}
 
-    def __init__(self, groups: TritonGroups, name: str, points: Points, block: int, bits: int, random: bool):
+
+class Blocks:
+    """Encodes points in blocks that share a scale; see `grace.kernels.triton.parts`."""
+
+    def __init__(self, groups: TritonGroups, points: Points, form: dict[str, Any], random: bool):
         self._groups, self._table = groups, Table(groups.xp, points)
-        self._signs, whole = name == "efsignsgd", 0 < block <= LARGE
+        block, method = form["BLOCK"], form["METHOD"]
+        whole = 0 < block <= LARGE
         rows, width = rows_of(block) if whole else (1, TILE)
-        self._form = {"BLOCK": block if whole else TILE, "ROWS": rows, "WIDTH": width, "WHOLE": whole}
-        if not self._signs:
-            self._form |= {"BITS": bits, "RANDOM": random}
+        self._form = form | {"BLOCK": block if whole else TILE, "ROWS": rows, "WIDTH": width, "WHOLE": whole}
+        self._form["RANDOM"] = random
         tiles = _tiles(points.sizes, block, rows * block if whole else TILE)
         self._tiles, self._programs = uploaded(groups.xp, tiles), len(tiles)
-        self._blocks: Array = None
+        self._statistics = () if whole else (False, True) if method == "qsgd" else (False,)  # of which squares
         if not whole:
             blocks = _blocks(tiles)
             self._blocks, self._block_count = uploaded(groups.xp, blocks), len(blocks)
 
     def encode(self, x: Any, old: Any, new: Any, out: int, keys: Any, shared: tuple[int, int]) -> None:
         """See `grace.engine.groups.native.Encoder`. ``keys``: int64[2, points]; ``shared``: the noise table's."""
-        table, add = self._table, bool(np.any(new))
-        table.set({kernels.X: x, kernels.OLD: old, kernels.NEW: new, kernels.KEY0: keys[0], kernels.KEY1: keys[1]})
-        where, launch = (table.on_device(), table.many), self._groups.launch
-        if self._blocks is not None:
+        table, form, add = self._table, self._form, bool(np.any(new))
+        table.set({columns.X: x, columns.OLD: old, columns.NEW: new, columns.KEY0: keys[0], columns.KEY1: keys[1]})
+        where, launch = (table.on_device(), table.many, out), self._groups.launch
+        for squares in self._statistics:
             partials = self._groups.xp.buffers.empty(self._programs, "float64")
-            form = {"TILE": TILE, "SUM": self._signs}
-            launch(kernels.group_partials, self._programs, self._tiles, *where, partials, **form, ADD=add)
-            launch(
-                kernels.group_scales, self._block_count, self._blocks, partials, *where, out, **form | {"TILE": 1024}
-            )
-        kernel, more = (kernels.efsignsgd_group, ()) if self._signs else (kernels.blockint_group, shared)
-        launch(kernel, self._programs, self._tiles, *where, out, *more, **self._form, ADD=add)
+            how = {"METHOD": form["METHOD"], "LEVELS": form["LEVELS"], "SQUARES": squares}
+            more = how | {"TILE": TILE, "RANDOM": form["RANDOM"], "ADD": add}
+            launch(kernels.group_partials, self._programs, self._tiles, *where, partials, **more)
+            launch(kernels.group_scales, self._block_count, self._blocks, partials, *where, TILE=1024, **how)
+        launch(kernels.group_encode, self._programs, self._tiles, *where, *shared, **form, ADD=add)
 
 
 class Rotated:
@@ -179,11 +200,38 @@ class Rotated:
     def encode(self, x: Any, old: Any, new: Any, out: int, keys: Any, shared: Any) -> None:
         """See `Blocks.encode`."""
         table = self._table
-        table.set({kernels.X: x, kernels.OLD: old, kernels.NEW: new, kernels.KEY0: keys[0], kernels.KEY1: keys[1]})
+        table.set({columns.X: x, columns.OLD: old, columns.NEW: new, columns.KEY0: keys[0], columns.KEY1: keys[1]})
         where = self._tiles, table.on_device(), table.many, out
         self._groups.launch(
             kernels.eden_group, len(self._tiles), *where, *self._given, **self._form, ADD=bool(np.any(new))
         )
+
+
+class Selected:
+    """Encodes points of which some elements are sent; see `grace.kernels.triton.selections`."""
+
+    def __init__(self, groups: TritonGroups, points: Points, random: bool):
+        self._groups, self._table, self._random = groups, Table(groups.xp, points), random
+        rows: list[tuple[int, ...]] = []
+        for point, n in enumerate(np.asarray(points.sizes).tolist()):
+            size = max(selections.CHUNK, -(-n // (selections.CHUNKS * TILE)) * TILE)
+            begins, first = range(0, n, size), len(rows)
+            rows += [(point, first, len(begins), begin, min(size, n - begin)) for begin in begins]
+        self._chunks, self._programs = uploaded(groups.xp, np.array(rows, np.int64)), len(rows)
+
+    def encode(self, x: Any, old: Any, new: Any, out: int, keys: Any, shared: Any, positions: int = 0) -> None:
+        """See `Blocks.encode`. ``positions``: the address where random positions are written."""
+        table, xp, launch = self._table, self._groups.xp, self._groups.launch
+        table.set({columns.X: x, columns.OLD: old, columns.NEW: new, columns.KEY0: keys[0], columns.KEY1: keys[1]})
+        counts = xp.zeros((len(selections.SHIFTS), self._programs, selections.BINS), "int32")
+        found, marks = xp.buffers.empty((table.many, 4), "int64"), xp.buffers.empty((2, self._programs), "int32")
+        where = self._chunks, table.on_device(), table.many
+        form = {"TILE": TILE, "RANDOM": self._random, "ADD": bool(np.any(new))}
+        for number, shift in enumerate(selections.SHIFTS):
+            given = counts[max(number - 1, 0)], counts[number], found, marks
+            launch(selections.group_digits, self._programs, *where, *given, SHIFT=shift, **form)
+        given = counts[-1], found, marks, positions
+        launch(selections.group_take, self._programs, *where, out, *given, **form)
 
 
 class Mean:
@@ -213,12 +261,15 @@ class Mean:
         where = self._table.on_device(), self._table.many, self._senders, self._count
         self._groups.launch(kernels.group_finite, len(self._judged), self._judged, *where, flags, TILE=TILE)
 
-    def mean(self, messages: Any, out: Any, keys: Any) -> None:
-        """Write the mean of each point's payloads to the addresses ``out``."""
+    def mean(self, messages: Any, out: Any, keys: Any, *given: Any) -> None:
+        """Write the mean of each point's payloads to the addresses ``out``.
+
+        ``given``: arguments of the kernel, in place of its usual ones.
+        """
         self._table.set_messages(messages[: self._messages])
-        self._table.set({kernels.X: out, kernels.KEY0: keys[0], kernels.KEY1: keys[1]})
+        self._table.set({columns.X: out, columns.KEY0: keys[0], columns.KEY1: keys[1]})
         where = self._table.on_device(), self._table.many, self._senders, self._count
-        self._groups.launch(self._kernel, len(self._tiles), self._tiles, *where, *self._given, **self._form)
+        self._groups.launch(self._kernel, len(self._tiles), self._tiles, *where, *(given or self._given), **self._form)
 
 
 def uploaded(xp: Any, words: Any) -> Array:

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from launch import TESTS, launch, launcher, run
+from support.sharding import ON_CPUS
 
 pytestmark = pytest.mark.processes
 WORKER = "trainer_huggingface.py"
@@ -65,6 +66,7 @@ def test_trl_trains_as_without_compression_learns_and_resumes(found):
         assert logged == [pytest.approx(ratio)] * 12
 
 
+@pytest.mark.skipif(not ON_CPUS, reason="FSDP2 of this PyTorch needs a GPU")
 def test_fsdp2_by_the_same_line(found):
     for worker in found:
         assert worker["fsdp none"] == (True, 6)

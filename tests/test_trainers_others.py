@@ -4,6 +4,7 @@ import re
 
 import pytest
 from launch import launch
+from support.sharding import ON_CPUS
 
 pytestmark = pytest.mark.processes
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -63,6 +64,7 @@ def test_accelerate_keeps_the_options_of_ddp(found):
     assert all(worker["accelerate options"] for worker in found)
 
 
+@pytest.mark.skipif(not ON_CPUS, reason="FSDP2 of this PyTorch needs a GPU")
 def test_lightnings_fsdp2_by_the_same_line(found):
     for worker in found:
         assert worker["lightning fsdp none"] == (True, 6, ["net.0", "net.2"])
@@ -90,7 +92,11 @@ def test_lightning_logs_what_was_sent(found):
         ("accelerate hook", "ValueError: the accelerator's handler has comm_hook='fp16'"),
         ("accelerate local", "ValueError: local training steps a plain model"),
         ("lightning foreign", "ValueError: this checkpoint was written without grace.torch.LightningCallback"),
-        ("lightning mesh", "ValueError: the model is sharded over 1 workers, but grace averages over 2"),
+        pytest.param(
+            "lightning mesh",
+            "ValueError: the model is sharded over 1 workers, but grace averages over 2",
+            marks=pytest.mark.skipif(not ON_CPUS, reason="FSDP2 of this PyTorch needs a GPU"),
+        ),
         ("plain", "ValueError: Sequential is neither DistributedDataParallel nor an FSDP2 model"),
         ("data parallel", "ValueError: DataParallel is neither DistributedDataParallel nor an FSDP2 model"),
         ("accelerate engine", "ValueError: Engine is neither DistributedDataParallel nor an FSDP2 model"),

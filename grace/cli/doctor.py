@@ -28,7 +28,7 @@ OLDEST = {
     "numpy": "2",
     "torch": "2.6",
     "tensorflow": "2.18",
-    "keras": "3",
+    "keras": "3.7",
     "horovod": "0.28.1",
     "triton": "3.3",
 }
@@ -39,7 +39,7 @@ REMEDIES = {
     "numpy": "pip install numpy",
     "torch": "pip install '.[torch]' in GRACE's source tree",
     "tensorflow": "pip install '.[tensorflow]', or '.[tensorflow-cpu]', in GRACE's source tree",
-    "keras": "pip install 'keras>=3'",
+    "keras": "pip install 'keras>=3.7'",
     "horovod": "python scripts/build_horovod.py, in GRACE's source tree",
     "triton": "pip install '.[triton]' in GRACE's source tree, on Linux",
     "kernels": "python -m grace.kernels.build, with a C++ compiler: methods are several times faster with them",

@@ -112,27 +112,39 @@ def _keys(rng: Rng | None) -> tuple[Any, tuple[int, int]]:
     return np.array([[signed(key)] for key in rng.keys], np.int64), (signed(rng.table[0]), signed(rng.table[1]))
 
 
-def _calls(name: str, *words: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    # The kernels of one of `schema.CODECS`, whose arguments ``words`` determine its sizes.
-    def encode(self: Singles, x: Array, residual: Array | None, *how: Any) -> Any:
-        """float32[n], settings and perhaps a random stream -> the payload; new residual."""
-        sizes, rng = CODECS[name].sizes(x.shape[0], *how[: len(words)]), how[len(words) :]
-        return self._encode(name, x, residual, sizes, dict(zip(words, how, strict=False)), rng=rng[0] if rng else None)
-
-    def mean(self: Singles, payloads: Pairs, out: Array | None, n: int, *how: int) -> Array:
-        """Each worker's payload -> float32[n], in ``out`` if given."""
-        return self._mean(name, payloads, out, n, CODECS[name].sizes(n, *how), dict(zip(words, how, strict=True)))
-
-    return encode, mean
-
-
 @partly(Quantisers)
 class TritonQuantisers(Singles):
-    """Kernels of `Quantisers` for device tensors."""
+    """Kernels of `Quantisers` for device tensors: float32[n] -> the payload and new residual, and payloads -> mean."""
 
-    efsignsgd_encode, efsignsgd_mean = _calls("efsignsgd", "block")
-    blockint_encode, blockint_mean = _calls("blockint", "block", "bits")
-    qsgd_encode, qsgd_mean = _calls("qsgd", "block", "bits", "levels")
+    def efsignsgd_encode(self, x: Array, residual: Array | None, block: int) -> Any:
+        """Return bits and scales."""
+        return self._coded("efsignsgd", x, residual, {"block": block})
+
+    def efsignsgd_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+        """Return float32[n], in ``out`` if given."""
+        return self._decoded("efsignsgd", payloads, out, n, {"block": block})
+
+    def blockint_encode(self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None) -> Any:
+        """Return codes and scales. ``rng``: for stochastic rounding."""
+        return self._coded("blockint", x, residual, {"block": block, "bits": bits}, rng)
+
+    def blockint_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
+        """Return float32[n], in ``out`` if given."""
+        return self._decoded("blockint", payloads, out, n, {"block": block, "bits": bits})
+
+    def qsgd_encode(self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng) -> Any:
+        """Return codes and norms. ``levels``: 0 for ternary numbers."""
+        return self._coded("qsgd", x, residual, {"block": block, "bits": bits, "levels": levels}, rng)
+
+    def qsgd_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
+        """Return float32[n], in ``out`` if given."""
+        return self._decoded("qsgd", payloads, out, n, {"block": block, "bits": bits, "levels": levels})
+
+    def _coded(self, name: str, x: Array, residual: Array | None, how: dict[str, int], rng: Rng | None = None) -> Any:
+        return self._encode(name, x, residual, CODECS[name].sizes(x.shape[0], *how.values()), how, rng=rng)
+
+    def _decoded(self, name: str, payloads: Pairs, out: Array | None, n: int, how: dict[str, int]) -> Array:
+        return self._mean(name, payloads, out, n, CODECS[name].sizes(n, *how.values()), how)
 
 
 @partly(Transforms)

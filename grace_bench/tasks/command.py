@@ -158,9 +158,10 @@ def _present(toolkits: list[str]) -> list[str]:
 
 
 def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
-    # Returns the methods for each toolkit.
+    # Returns the methods for each toolkit; with "dense" also the limit, which takes dense's steps.
     try:
         given = list(dict.fromkeys(map(plan.known, specs or (plan.FULL if full else ()))))
+        given = [plan.LIMIT] * ("dense" in given and plan.LIMIT not in given) + given
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     return {toolkit: given or plan.QUICK[toolkit] for toolkit in plan.TOOLKITS}

@@ -10,7 +10,7 @@ from typing import Any
 from grace.engine.report import leveled
 from grace.local import PRESETS
 from grace_bench.lab.network import bits_per_second
-from grace_bench.tasks.plan import AS_IS, BASELINES, LOOPBACK, level
+from grace_bench.tasks.plan import AS_IS, BASELINES, LIMIT, LOOPBACK, level, order
 from grace_bench.tasks.results import interval
 from grace_bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
 from grace_bench.tasks.tasks import TOLERANCE, task_of, tasks
@@ -31,7 +31,8 @@ def lines(rows: Iterable[Row]) -> list[Row]:
     95 % confidence interval. ``to_target``: steps until the mean quality over the seeds first reached the target; None
     if it never did, or a training diverged. ``relative``: the target derived from the dense run, even if the task has a
     fixed one. ``times[bandwidth]``: seconds of a step, examples per second, seconds to the targets, and throughput and
-    times relative to dense (more is faster).
+    times relative to dense (more is faster); ``share``: the limit's time to the target over the method's.
+    The method `LIMIT` is not trained: it has dense's steps to the targets.
     A method that was trained at several bandwidths has a line for each (``trained_at``), with the measured seconds to
     the targets.
     """
@@ -50,7 +51,8 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
     each: dict[tuple[str, str | None], list[Row]] = {}
     for row in rows:
         each.setdefault((row["method"], row.get("trained_at")), []).append(row)
-    dense = [_last(row) for row in _trained(each.get(("dense", None), []))]
+    exact = _trained(each.get(("dense", None), []))
+    dense = [_last(row) for row in exact]
     fixed = head["scale"] == "quick" and not head["real"] and head["steps"] == task.quick.steps
     relative: float | None = None
     if dense and None not in dense:
@@ -74,7 +76,7 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
         line["chosen"] = [row["chosen"] for row in trained if "chosen" in row]
         line["predicted"] = [row["predicted"] for row in trained if "predicted" in row]
         clocks = {}
-        curve = _mean(line["curves"])
+        curve = _mean([row["curve"] for row in exact] if method == LIMIT else line["curves"])
         for key, goal in (("to_target", target), ("to_relative", relative)):
             look = _look(curve, task, goal)
             line[key] = None if look is None else curve[look][0]
@@ -95,6 +97,7 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
                 line["times"][bandwidth][key] = clocks.get(to, product)
         found.append(line)
     base = next((line for line in found if line["method"] == "dense"), None)
+    limit = next((line for line in found if line["method"] == LIMIT), None)
     for line in found:
         line["volume"] = base["sent"] / line["sent"] if base and base["sent"] and line["sent"] else None
         for bandwidth, times in line["times"].items():
@@ -102,12 +105,9 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
             for key, more in (("throughput", True), ("time", False), ("time_relative", False)):
                 a, b = times[key], reference.get(key)
                 times[f"x_{key}"] = None if not a or not b else (a / b if more else b / a)
+            least = limit["times"].get(bandwidth, {}).get("time") if limit else None
+            times["share"] = least / times["time"] if least and times["time"] else None
     return found
-
-
-def order(method: str) -> tuple[int, str]:
-    """Sort key of methods: dense and other baselines first."""
-    return (BASELINES.index(method) if method in BASELINES else len(BASELINES)), method
 
 
 def rate(bandwidth: str) -> float:
@@ -160,7 +160,7 @@ def lost(found: Sequence[Row]) -> list[str]:
             elif line["target"] is not None and line["to_target"] is None and line["curves"]:
                 value = "it diverged" if line["diverged"] else f"{line['quality']:.3g}"
                 missed.append(f"{named(line)} missed it ({value})")
-            if line["method"] in BASELINES:
+            if line["method"] in (LIMIT, *BASELINES):
                 continue
             for bandwidth, times in line["times"].items():
                 best, name = bests.get(bandwidth, (0.0, ""))
@@ -192,7 +192,8 @@ def predictions(found: Sequence[Row]) -> list[dict[str, tuple[float, float | Non
     """
     out = []
     for group in grouped(found):
-        alone = {leveled(level(line["method"])): line for line in group if not line["trained_at"]}
+        trained = [line for line in group if not line["trained_at"] and line["method"] != LIMIT]
+        alone = {leveled(level(line["method"])): line for line in trained}
         steps = alone["none"]["to_relative"] if "none" in alone else None
         for auto in group if steps else ():
             pairs = {}
@@ -276,6 +277,11 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         "measured at each bandwidth, over a few steps that follow. Time to the target is their product. Quality is "
         "looked at every so many steps, which is how finely steps to the target are known."
     )
+    if any(line["method"] == LIMIT for line in found):
+        texts.append(
+            "Limit: an exchange that costs nothing. Its steps to the target are dense's; its time of a step is that of "
+            "workers that exchange nothing, side by side. Of limit: the limit's time to the target over the method's."
+        )
     if any(line["trained_at"] for line in found):
         texts.append(
             "Method auto measures the links, so it was trained at each bandwidth; its time to the target is that of "

@@ -18,6 +18,8 @@ TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
 BASELINES = ("dense", "fp16")
 """Exchanges of whole gradients, in float32 and in float16."""
+LIMIT = "limit"
+"""No exchange: each worker steps alone, and the training is taken to learn as with dense gradients."""
 AUTO = "auto"
 CHOICE = ("chosen", "trials", "noise", "predicted")
 """The fields of a report that describe the choice of method "auto"."""
@@ -26,11 +28,11 @@ LOOPBACK = "loopback"
 AS_IS = "as it is"
 """The bandwidth of a cluster, which is not changed."""
 QUICK = {
-    "torch": ("dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd"),
-    "keras": ("dense", "fp16", "topk", "powersgd"),  # a launch over Horovod takes twice as long
+    "torch": (LIMIT, "dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd"),
+    "keras": (LIMIT, "dense", "fp16", "topk", "powersgd"),  # a launch over Horovod takes twice as long
 }
 FULL = (
-    *("dense", "fp16", "topk", "topk:compress_ratio=0.001", "randomk", "dgc", "sidco", "threshold", "adacomp"),
+    *(LIMIT, "dense", "fp16", "topk", "topk:compress_ratio=0.001", "randomk", "dgc", "sidco", "threshold", "adacomp"),
     *("efsignsgd:block_size=512", "onebit", "signum", "blockint:bits=8", "blockint:bits=4", "qsgd", "terngrad"),
     *("natural", "fp8", "sketch", "powersgd", "powersgd:compress_rank=1"),
 )
@@ -68,7 +70,7 @@ class Job:
     @property
     def params(self) -> dict[str, Any] | str:
         """The trainer's argument: keys of `grace_from_params` or `grace.local.from_params`, or a baseline's name."""
-        return self.method if self.method in BASELINES else _parsed(self.method).params
+        return self.method if self.method in (LIMIT, *BASELINES) else _parsed(self.method).params
 
     @property
     def sync_every(self) -> int | None:
@@ -121,11 +123,10 @@ def jobs(
     For each number of workers, all tasks run one method before the next, baselines first, in case time runs out.
     """
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
-    order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
     return [
-        Job(task, toolkit, count, method, rates, trained_at=at, **common)
+        Job(task, toolkit, count, method, rates, train=method != LIMIT, trained_at=at, **common)
         for count in workers
-        for method in order
+        for method in sorted(names, key=lambda method: order(method)[0])
         for toolkit in toolkits
         if method in methods[toolkit]
         for task in tasks
@@ -133,9 +134,15 @@ def jobs(
     ]
 
 
+def order(method: str) -> tuple[int, str]:
+    """Sort key of methods: the limit and the baselines first."""
+    first = (LIMIT, *BASELINES)
+    return (first.index(method) if method in first else len(first)), method
+
+
 def known(method: str) -> str:
     """The method's label in tables. Raises ValueError, naming the remedy, for an unknown one."""
-    return method if method in BASELINES else _parsed(method).label
+    return method if method in (LIMIT, *BASELINES) else _parsed(method).label
 
 
 def level(method: str) -> dict[str, Any]:

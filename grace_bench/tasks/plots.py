@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from grace_bench.tasks.figures import GROUP, NAMES, grouped, lines, order, rate
-from grace_bench.tasks.plan import AS_IS, LOOPBACK
+from grace_bench.tasks.figures import GROUP, NAMES, grouped, lines, rate
+from grace_bench.tasks.plan import AS_IS, LOOPBACK, order
 from grace_bench.tasks.run import Row
 from grace_bench.tasks.tasks import task_of
 

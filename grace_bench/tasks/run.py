@@ -73,7 +73,7 @@ def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> 
     done = {cell(row) for row in latest(rows) if not (retry and "error" in row)}
     found = []
     for job in jobs:
-        train = (TRAINED, *job.head.values(), None) not in done
+        train = job.train and (TRAINED, *job.head.values(), None) not in done
         bandwidths = tuple(b for b in job.bandwidths if (TIMED, *job.head.values(), b) not in done)
         train = train or bool(bandwidths and job.trained_at)  # only a training shows what the method chose
         if train or bandwidths:

@@ -18,10 +18,10 @@ from grace_bench.tasks.figures import (
     measured,
     named,
     notes,
-    order,
     rate,
     title,
 )
+from grace_bench.tasks.plan import LIMIT, order
 from grace_bench.tasks.plots import plots
 from grace_bench.tasks.results import results, write
 from grace_bench.tasks.run import MACHINE, Row
@@ -38,9 +38,11 @@ def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     bandwidths = sorted({b for line in group for b in line["times"]}, key=rate)
     fixed = group[0]["fixed"]  # otherwise both targets are equal
     near = f"dense less {TOLERANCE:.0%}"
+    limited = any(line["method"] == LIMIT for line in group)
     heads = ["method", task.metric, "steps to target", *[f"steps to {near}"] * fixed, "MB sent", "MB on wire"]
     for bandwidth in bandwidths:
         heads += [f"{bandwidth}: s/step", f"{task.unit}/s", "s to target", *[f"s to {near}"] * fixed]
+        heads += ["of limit"] * limited
     body = []
     for line in group:
         quality = "diverged" if line["diverged"] else _number(line["quality"], ".4g")
@@ -56,10 +58,12 @@ def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for bandwidth in bandwidths:
             times = line["times"].get(bandwidth)
             if times is None:
-                cells += ["failed" if any(b == bandwidth for b, _ in line["errors"]) else "-", "", "", *[""] * fixed]
+                missed = any(b == bandwidth for b, _ in line["errors"])
+                cells += ["failed" if missed else "-", "", "", *[""] * (fixed + limited)]
                 continue
             cells += [f"{times['seconds']:.3g}", f"{times['throughput']:,.0f}"]
             cells += [_number(times[key], ".3g", "never") for key in ("time", *["time_relative"] * fixed)]
+            cells += [_number(times["share"], ".0%")] * limited
         body.append(cells)
     return heads, body
 

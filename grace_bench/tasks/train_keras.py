@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 import grace.tensorflow
-from grace import grace_from_params
+from grace import Grace, grace_from_params
 from grace.local import DiLoCo, from_params
 from grace_bench.tasks.data import Arrays
 from grace_bench.tasks.keras_models import MODELS, loss_of, one_or_list, optimizer_of
-from grace_bench.tasks.plan import CHOICE
+from grace_bench.tasks.plan import CHOICE, LIMIT
 from grace_bench.tasks.tasks import Scale, Task
 
 
@@ -37,14 +37,17 @@ class Trainer:
         self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
         names = {"dense": "none", "fp16": "fp16"}
         self._local: DiLoCo | None = None
+        self._grace: Grace | None = None
+        momentum = 0.9
         if isinstance(params, dict) and "local" in params:
             self._local = from_params(params)
-            self._grace, momentum = self._local.grace, 0.9
-        else:
+            self._grace = self._local.grace
+        elif params != LIMIT:
             self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
-            momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
+            if self._grace.method.memory.includes_momentum:
+                momentum = 0.0
         optimizer: Any = optimizer_of(task, scale.lr, momentum)
-        if self._local is None:
+        if self._local is None and self._grace is not None:
             optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
         self._optimizer = optimizer
         self._model.compile(self._optimizer, loss_of(task), jit_compile=False)
@@ -59,10 +62,10 @@ class Trainer:
         """Train on one batch."""
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(one_or_list(inputs), targets)
-        if self._local is None:
-            self._grace.tune()  # a graph cannot do this itself
-        else:
+        if self._local is not None:
             self._local.step()
+        elif self._grace is not None:
+            self._grace.tune()  # a graph cannot do this itself
 
     def finish(self) -> None:
         """End the training: workers that trained their own models now get the same one."""
@@ -76,11 +79,14 @@ class Trainer:
     @property
     def sent(self) -> int:
         """Bytes that this worker has passed to collectives so far."""
-        return (self._local or self._grace).report().bytes_sent
+        source = self._local or self._grace
+        return 0 if source is None else source.report().bytes_sent
 
     @property
     def choice(self) -> dict[str, Any]:
         """What method "auto" measured, predicted and chose, by `CHOICE`; empty values for other methods."""
+        if self._grace is None:
+            return {}
         report = self._grace.report()
         return {key: getattr(report, key) for key in CHOICE}
 

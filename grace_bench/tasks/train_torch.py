@@ -14,7 +14,7 @@ import grace.torch
 from grace import Grace, grace_from_params
 from grace.local import DiLoCo, from_params
 from grace_bench.tasks.data import Arrays
-from grace_bench.tasks.plan import CHOICE
+from grace_bench.tasks.plan import CHOICE, LIMIT
 from grace_bench.tasks.tasks import Scale, Task
 from grace_bench.tasks.torch_models import MODELS, loss_of, optimizer_of, predict
 
@@ -48,7 +48,9 @@ class Trainer:
             named, buffers = self._model.named_parameters(), self._model.named_buffers()
             grace.torch.local(self._optimizer, self._local, named, buffers)
 
-    def _ddp(self, params: dict[str, Any] | str) -> nn.parallel.DistributedDataParallel:
+    def _ddp(self, params: dict[str, Any] | str) -> nn.Module:
+        if params == LIMIT:
+            return self._model
         # Each worker keeps its own BatchNorm statistics: only gradients are sent.
         with warnings.catch_warnings():
             # Newer versions of PyTorch rename broadcast_buffers; older ones lack the new name.

@@ -146,11 +146,11 @@ class Payloads:
             ctx = replace(self.ctx, rank=rank)
             payload, _ = cases.send(compressor, self.xp, cases.spread(*shape, seed=rank), ctx)
             self.good.append([np.array(self.xp.to_numpy(array)) for array in payload])
-        # An agreed payload may end with arrays that only its own worker reads.
+        # An agreed payload may end with arrays that only the worker itself reads.
         self.seen = 2 if self.agreed else len(self.good[0])
         self.limit = -(-self.ctx.size // getattr(compressor, "row_size", 1))
         name = row.name
-        # Indices of arrays of which any prefix is also valid.
+        # Indices of the arrays that stay valid when they are cut short.
         self.loose = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.signed = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.positions = [
@@ -212,7 +212,7 @@ class Payloads:
             positions[at], positions[other] = positions[other], positions[at]
             return positions, "exchanged positions"
         bad = [value for value in (*INT32, self.limit, self.limit + 1) if not 0 <= value < self.limit]
-        if signed:  # -1 - position
+        if signed:  # a negative number is -1 - position
             bad = [value for value in bad if value >= self.limit or -1 - value >= self.limit]
         positions[at] = rng.choice(bad)
         return positions, f"position {positions[at]}"
@@ -238,7 +238,7 @@ class Payloads:
             heads = np.frombuffer(bytes(data[: 8 * len(layout)]), np.int64).copy()
             at, before = rng.randrange(len(heads)), heads.copy()
             heads[at] = rng.choice((0, -1, heads[at] - 1, heads[at] + 1, 2**62, 2**61, -(2**63), 2**63 - 1, 10**9))
-            if len(heads) > 1 and rng.random() < 0.5:  # keeps the sum if the items have the same size
+            if len(heads) > 1 and rng.random() < 0.5:  # with equal item sizes the sum stays the same
                 other = rng.choice([each for each in range(len(heads)) if each != at])
                 with np.errstate(over="ignore"):
                     heads[other] += before[at] - heads[at]
@@ -579,7 +579,7 @@ def go(
 
 def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> None:
     warnings.simplefilter("ignore")
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the process's own, to its end
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until this process ends
     last = 0.0
 
     def tell(number: int, done: Count) -> None:
@@ -596,7 +596,7 @@ def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> N
 
 
 def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> list[Count]:
-    """As `go`, in a process that may crash, or is killed if it stalls for ``hang`` seconds: either costs one input."""
+    """Run `go` in a process that may crash, or is killed if it stalls for ``hang`` seconds. Either costs one input."""
     done: list[Count] = []
     total, first = Count(jobs[0][0].name), 0
     while len(done) < len(jobs):

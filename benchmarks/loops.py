@@ -2,13 +2,13 @@
 
     python -m benchmarks.loops [--steps 5000] [--json FILE] [--seed N]
 
-Each step is of a random kind, the same on all workers: a plain step; a step after a pass whose gradients are discarded,
-as a GAN's generator leaves them in the discriminator, and after which weights may be written by hand; gradients set by
-hand after an attack, or written into kept buffers as those of float32 masters are; an accumulation that ends early;
-passes inside no_sync; a step that the loop skips, or the optimizer inside `step`; means scaled in place; a worker that
-asks for a report alone; a backward pass that fails on one worker, so that all workers drop the batch. Half of the
-models train with DistributedOptimizer, half with the hook of DistributedDataParallel: there, a pass may add to
-undecided means, and two optimizers step a model's parts. The program fails unless:
+Each step is of a random kind, the same on all workers. In some kinds all is applied: a plain step, accumulation that
+ends early, passes inside no_sync, means scaled in place, one worker that asks for a report. In others something is
+discarded: a pass before the step, as a GAN's generator leaves gradients in the discriminator (weights may then be
+written by hand), or a step that the loop or the optimizer skips. Gradients may be set by hand, as after an attack, or
+written into kept buffers, as for float32 masters. A backward pass may fail on one worker: all then drop the batch. Half
+of the models train with DistributedOptimizer, half with DistributedDataParallel and the hook. With the hook, a pass may
+add to undecided means, and two optimizers step a model's parts. The program fails unless:
 
 - Weights are bit-identical on all workers.
 - Nothing is lost: the sum of all gradients that were not discarded, averaged over the workers, equals the weights plus
@@ -130,7 +130,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
         victim, net, model = draw.randrange(SIZE), list(models[case].parameters()), wrapped[case]
         optimizer, several = optimizers[case][0], case[0] == "optimizer"
         if kind == "skips inside" and case[1] == "threshold":
-            kind = "plain"  # means may be 0: a step that is skipped and one that is made are the same
+            kind = "plain"  # means may be 0: then a skipped step cannot be told from one that was made
         kinds[kind] += 1
 
         def batch() -> list[Any]:
@@ -189,7 +189,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
                 backward(second)
                 backward(third := batch())
                 counts(first, second, third)
-            elif kind == "parts":  # each optimizer applies what it holds, and discards the rest
+            elif kind == "parts":  # each optimizer applies its part of the means, and discards the rest
                 backward(first)
                 optimizers[case][0].step()
                 for each in optimizers[case]:
@@ -205,7 +205,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
                     backward(second, kind == "failed" and rank == victim)
                 if kind not in ("skipped", "failed"):
                     counts(first, *[second] * (several or kind == "joined"))
-            if kind == "scaled":  # the weights move by half of the means: the rest is made up for
+            if kind == "scaled":  # the weights move by half of the means: ``applied`` counts the other half
                 for p in net:
                     p.grad.mul_(0.5)
             if kind == "asked" and rank == victim:

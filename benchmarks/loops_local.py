@@ -1,4 +1,4 @@
-"""Thousands of events of local training on four workers whose weights change besides its steps, in PyTorch.
+"""Thousands of events of local training on four workers, in PyTorch; weights also change outside its steps.
 
     python -m benchmarks.loops_local [--steps 2000] [--json FILE] [--seed N]
 
@@ -46,7 +46,7 @@ SHAPES = {"matrix": (48, 64), "vector": (700,), "tail": (20,)}
 
 
 class Trained:
-    """Parameters and a buffer whose steps subtract integers, and what all workers have added to them."""
+    """Parameters and a buffer whose steps subtract integers; ``added`` sums this worker's changes."""
 
     def __init__(self, settings: dict[str, Any]):
         import torch
@@ -70,7 +70,7 @@ class Trained:
         return {name: torch.randint(-8, 9, p.shape, generator=data).float() for name, p in self.named.items()}
 
     def step(self, data: Any) -> None:
-        """An inner step. Movements while an exchange is in flight would be dropped as it lands: there are none."""
+        """An inner step. Without movements while an exchange is in flight: they would be dropped when it lands."""
         moves = self.drawn(data)
         for name, p in self.named.items():
             p.grad = moves[name] * (not self.local.in_flight)
@@ -86,7 +86,7 @@ class Trained:
 
 
 def lost(trained: Trained) -> float:
-    """The largest difference between the base less the mean residual, and what was added on average."""
+    """The largest difference between the base less the mean residual, and the workers' mean of ``added``."""
     import torch.distributed as dist
 
     state, worst = trained.local.state_dict(), 0.0
@@ -101,7 +101,7 @@ def lost(trained: Trained) -> float:
 
 
 def work(folder: Path, rank: int, steps: int, seed: int) -> None:
-    """Train as one worker, and write what was found."""
+    """Train as one worker, and write the findings."""
     import torch
     import torch.distributed as dist
 
@@ -127,7 +127,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
         begin = time.monotonic()
         try:
             if kind == "different":
-                trained = Trained({})  # at once: with a delay the group is left with messages that nobody receives
+                trained = Trained({})  # no delay: it would leave messages that nobody receives in the group
                 for _ in range(count + more * (rank == victim)):
                     trained.step(data)
                 trained.local.finish()

@@ -38,7 +38,7 @@ def measure(name: str, size: int, elements: int) -> tuple[float, float]:
     received = mean(report.bytes_received for report in reports) / dense
     # gtopk gathers, although its communicator is allreduce
     if isinstance(graces[0].communicator, Allreduce) and name != "gtopk":
-        received *= 2 * (size - 1) / size  # a report counts a sum once; a ring moves it almost twice
+        received *= 2 * (size - 1) / size  # a report counts a sum once, but a ring sends it almost twice
     return received, mean(report.times["decompress"] for report in reports) / STEPS * 1e3
 
 

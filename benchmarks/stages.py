@@ -32,7 +32,7 @@ WIDTH = 64
 
 
 def bits(n: int, levels: int = 0) -> dict[str, Any]:
-    """n bits, with a scale for each row of the last axis. ``levels``: their number; 0: the default."""
+    """Integers of n bits, with a scale for each row of the last axis. ``levels``: their number; 0: the default."""
     given = {"levels": levels} if levels else {}
     return {"compressor": "blockint", "bits": n, "block_size": WIDTH, **given}
 

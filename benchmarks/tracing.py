@@ -3,9 +3,9 @@
     horovodrun -np 2 --gloo python -m benchmarks.tracing [--tensors 40] [--size 4096] [--methods auto,int4,eden3]
                                                          [--steps 20] [--profile FILE]
 
-Every worker averages the gradients of as many variables, in a tf.function. Worker 0 prints, for each method, the
-seconds of the first step, the median milliseconds of later steps, and the number of operations of the graph, with those
-of the functions that it calls. "local": without exchange. ``--profile``: cProfile's data of the first steps.
+Every worker averages the gradients of ``--tensors`` variables, in a tf.function. Worker 0 prints, for each method, the
+seconds of the first step, the median milliseconds of later steps, and the number of operations of the graph and of the
+functions that it calls. "local": without exchange. ``--profile``: cProfile's data of the first steps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
 
     hvd.init()
     profile = cProfile.Profile() if given.profile and hvd.rank() == 0 else None
-    for name in ("local", *given.methods.split(",")):  # the first one also starts TensorFlow
+    for name in ("local", *given.methods.split(",")):  # the first method's time includes the start of TensorFlow
         found = measured(METHODS[name], given.tensors, given.size, given.steps, profile)
         if hvd.rank() == 0:
             print(f"{name:10} {found[0]:7.2f} s {found[1]:8.1f} ms {found[2]:8.0f} operations", flush=True)

@@ -36,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"compressor": "auto"},
 }
 RATE = 100e6  # bits per second, each way
-# Targets: the maximum loss of accuracy against dense, the minimum factor of fewer bytes; and each method is sooner than
-# dense at the target accuracy. auto's bytes are those of what it chose.
+# Targets: the largest loss of accuracy against dense, in points, and the smallest reduction of bytes. Each method must
+# also reach the target accuracy sooner than dense. auto has no target for bytes: they depend on its choice.
 POINTS = 1.5
 RATIOS = {"blockint 4 bits": 7, "eden 3 bits": 8, "PowerSGD": 30}
 TIMEOUT = 600  # seconds for one toolkit, on a slow and busy machine
@@ -85,7 +85,7 @@ def work(options: argparse.Namespace) -> int:
                 done: int, total: int, epoch: dict[str, Any] | None, method: str = method, grc: Grace = grc
             ) -> None:
                 nonlocal told, sent
-                if method == "auto":  # it chooses by the seconds of steps: let them last as they would over the network
+                if method == "auto":  # auto compares the times of steps, so simulate the network's delay
                     before, sent = sent, grc.report().bytes_sent
                     time.sleep((sent - before) * 8 / RATE)
                 if epoch or time.monotonic() - told > 0.1:
@@ -102,7 +102,7 @@ def work(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the workers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, which stops the workers
     console = Console()
     console.print(f"{WORKERS} workers on this machine, each with its own half of the images; seed {options.seed}.")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from grace import grace_from_params
 
 
 def train(local: grace.local.DiLoCo, options: argparse.Namespace, tell: digits.Tell) -> dict[str, Any]:
-    """Train a new model; what it gave, as `digits.result` has it."""
+    """Train a new model; returns `digits.result`."""
     data = digits.load(local.rank, local.world_size)
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in data)
     torch.manual_seed(options.seed)
@@ -44,7 +44,7 @@ def train(local: grace.local.DiLoCo, options: argparse.Namespace, tell: digits.T
             schedule.step()
             losses += loss.item()
         if epoch + 1 == options.epochs:
-            local.finish()  # from here on all workers have the same model; before, each tests its own
+            local.finish()  # now all workers have the same model; before, each tests its own
         with torch.no_grad():
             accuracy = (model(test_images[:, None]).argmax(1) == test_labels).double().mean().item()
         sent = local.report().bytes_sent

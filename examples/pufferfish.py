@@ -37,9 +37,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def outcome(form: str, parameters: int, grc: Grace, seconds: float, accuracy: float) -> dict[str, Any]:
-    """A row of the table. Bytes and seconds are those after the switch, if there was one, of the median epoch."""
+    """A row of the table. Bytes and seconds are of the median epoch after the switch, if there was one."""
     report = grc.report()
-    gradients = sum(tensor.bytes_sent for tensor in report.tensors)  # without the four bytes that say who has one
+    gradients = sum(tensor.bytes_sent for tensor in report.tensors)  # without 4 bytes of flags for present gradients
     return {
         "form": form,
         "parameters": parameters,

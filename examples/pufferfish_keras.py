@@ -56,7 +56,7 @@ def train(form: str, grc: Grace, options: argparse.Namespace) -> dict[str, Any]:
         return keras.optimizers.SGD(options.lr, momentum=options.momentum)
 
     def rate(epoch: int) -> float:
-        # Once for each epoch: what holds in its middle.
+        # The learning rate of a whole epoch: the schedule's value in its middle.
         now = epoch + 0.5
         return options.lr * (1 - now / options.epochs) * (warmup.lr_scale(now) if warmup else 1)
 

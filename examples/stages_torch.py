@@ -75,7 +75,7 @@ def main() -> None:
             loss = torch.stack(losses[-options.microbatches :]).mean().item()
             print(f"epoch {epoch + 1}: loss of the last batch {loss:.4f}", flush=True)
 
-    # Evaluation on as many images as a batch has; the edges compress activations then, too.
+    # Evaluation in batches of the training's size; activations are compressed here, too.
     right = torch.zeros(())
     batches = list(zip(test_images.split(options.batch_size), test_labels.split(options.batch_size), strict=True))[:-1]
     with torch.no_grad():

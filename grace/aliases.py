@@ -40,7 +40,7 @@ SHELVES = {
         "sketch sketch_sgd stc thc threelc threshold wangni"
     ),
 }
-"""Methods by the package of `grace.compressors` that they moved to."""
+"""By package of `grace.compressors`: the methods that were moved to it."""
 ALIASES |= {
     f"grace.compressors.{name}": f"grace.compressors.{shelf}.{name}"
     for shelf, names in SHELVES.items()

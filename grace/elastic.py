@@ -122,7 +122,7 @@ class _Carrying:
             )
         self.grace, self._folder = grace, folder
         self._commits = [grace.state_dict()]  # states at the last two commits: a worker may die while others commit
-        self._restored = False  # whether to sync the last commit, after a restore, not the current state
+        self._restored = False  # after a restore: sync the last commit, not the current state
         self._met = False  # whether this worker has synced with others before
 
     def save(self) -> None:

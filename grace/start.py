@@ -24,8 +24,8 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     """Join the workers that a launcher started; returns the transport for `grace_from_params(params, transport)`.
 
     Uses the first that it finds of: an initialised torch.distributed or Horovod; variables of torchrun; of horovodrun;
-    Ray Train; Open MPI; MVAPICH2; PALS; PMI (MPICH, Intel MPI); SLURM (srun); else this worker is alone. A launcher
-    inside another one thus comes first. Without an initialised group it calls
+    Ray Train; Open MPI; MVAPICH2; PALS; PMI (MPICH, Intel MPI); SLURM (srun); else this worker is alone. So torchrun
+    takes precedence over an srun that started it. Without an initialised group it calls
     ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables, of which
     ``LOCAL_RANK`` is this worker's number on its machine; when Python exits, it destroys that group unless the script
     has done so. With CUDA it selects the GPU of the local rank. Worker 0 prints one line to stderr: the launcher, and
@@ -111,9 +111,9 @@ def _set_local_rank(rank: int) -> None:
 
 
 def _lay_out(job: Job, transport: Transport) -> None:
-    # Set torchrun's variables that tell which workers share a machine. Other launchers may assign ranks to machines in
+    # Set torchrun's variables that say which workers share a machine. Other launchers may assign ranks to machines in
     # another order than torchrun, as srun does with --distribution=cyclic: then GRACE treats all workers as if they
-    # were on one machine. If a launcher tells no local ranks, they follow from the hosts.
+    # were on one machine. If a launcher sets no local ranks, they are derived from the hosts.
     if job.launcher == "torchrun" and job.local_rank >= 0 and job.local_size > 0:
         return
     mine = [job.local_rank, job.local_size, socket.gethostname()]

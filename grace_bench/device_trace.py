@@ -1,4 +1,4 @@
-"""What a trace of PyTorch's profiler says about a device: kernels, launches, busy time, and overlap of streams."""
+"""Reads a trace of PyTorch's profiler: a device's kernels, launches, busy time, and overlap of streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Work(NamedTuple):
 
 
 def traced(steps: Callable[[], None]) -> list[Work]:
-    """What the CUDA device does in a call of ``steps``."""
+    """The work of the CUDA device during a call of ``steps``."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -63,7 +63,7 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def beside(work: list[Work]) -> tuple[float, float]:
-    """How long streams other than the busiest one run, and how long of that beside it, in microseconds."""
+    """Microseconds in which streams other than the busiest one run: in total, and while the busiest one also runs."""
     streams = {each.stream for each in work}
     of = {stream: busy(each for each in work if each.stream == stream) for stream in streams}
     if not of:

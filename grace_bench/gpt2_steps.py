@@ -1,6 +1,6 @@
 """Steps of GPT-2 124M with each exchange: time of step, device and host, launches, and peak memory.
 
-One process, so that nothing waits for a network: what remains is what an exchange costs a GPU and its host.
+One process, so that nothing waits for a network: this shows the costs of an exchange on the GPU and its host.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _hook(label: str) -> tuple[Any, Callable[..., Any]]:
 
 
 def measure(label: str, device: str, size: text.Size) -> dict[str, Any]:
-    """Returns a row; what only a device can tell is None on a CPU."""
+    """Returns a row; figures that only a CUDA device has are None on a CPU."""
     cuda = torch.cuda if device != "cpu" else None
     wait = cuda.synchronize if cuda else lambda: None
     if cuda:

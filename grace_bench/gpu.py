@@ -107,7 +107,7 @@ def measure(
     began = time.monotonic()
 
     def left(share: float) -> float:
-        # Seconds for a part: ``share`` of the rest if all parts are run.
+        # Seconds for a part: ``share`` of the remaining time, or all of it if this is the only part.
         rest = 60 * minutes - (time.monotonic() - began)
         return share * rest if len(parts) > 1 else rest
 
@@ -207,7 +207,7 @@ def _ulps(a: Any, b: Any) -> float:
 
 
 def trainings(run: Run, seconds: float) -> dict[str, Any]:
-    """Compare trainings of `trainings.LOOPS` with those on the CPU: two processes; over NCCL one."""
+    """Compare trainings of `trainings.LOOPS` with those on the CPU: with two processes, or one over NCCL."""
     rows, left_out, absent = [], [], []
     networks = (("gloo", 2), ("nccl", 1)) if run.data["gpu"] else (("gloo", 2),)
     for network, size in networks:

@@ -1,4 +1,4 @@
-"""What the results of `grace bench gpu` show: failures, and tables in Markdown."""
+"""Failures in the results of `grace bench gpu`, and tables of the results in Markdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _left_out(data: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
 
 
 def differing(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Trainings that ended otherwise than on the CPU."""
+    """Trainings whose results differ from those on the CPU."""
     # `not <=`: a difference may be NaN.
     rows = data.get("trainings", {"rows": []})["rows"]
     return [each for each in rows if not each["difference"] <= loops.TOLERANCE]
@@ -122,7 +122,7 @@ def _times_table(times: Mapping[str, Any]) -> list[str]:
 
 
 def _share(record: Mapping[str, Any]) -> str:
-    # Of encode and decode; empty in files that were written before these were stored.
+    # The shares of encode and decode; empty for older files, which lack the data.
     if "workers_decoded" not in record:
         return ""
     found = [bench.share_of_copy(record, operation) for operation in ("encode", "decode")]

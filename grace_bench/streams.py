@@ -1,4 +1,4 @@
-"""Whether the host waits for a device between backward and step, and what runs beside the backward pass.
+"""Whether the host waits for a device between backward and step, and which work overlaps the backward pass.
 
 On a device only. One process, over NCCL, so an exchange has no header; a test of processes covers that one.
 """
@@ -71,7 +71,7 @@ def waits(loop: str, method: str, device: str) -> dict[str, Any]:
 
 
 def streams(method: str, device: str, size: text.Size) -> dict[str, Any]:
-    """A row with the milliseconds that other streams than the busiest one run in a step, and those beside it."""
+    """A row with the milliseconds per step in which other streams than the busiest one run: in total, and beside it."""
     parts = _ready("ddp", method, device, size)
     _steps(WARM_UPS, *parts)
     torch.cuda.synchronize()

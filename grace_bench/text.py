@@ -57,7 +57,7 @@ QUICK = Size(2, 64, 4, 512, 32, 32, 4, 20, 2**17, 3e-3)
 
 
 class Gpt2(torch.nn.Module):
-    """GPT-2: layers that normalise first, learnt places, and the embedding of tokens as the last layer."""
+    """GPT-2: layers that normalise first, learnt positions, and the token embedding as the last layer."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -90,7 +90,7 @@ def text(n: int) -> bytes:
 
 
 def kind_of_tokens() -> str:
-    """What tokens are on this machine: pairs of bytes, by the library `tokenizers`, or bytes without it."""
+    """The kind of tokens on this machine: byte pairs if the library `tokenizers` is installed, otherwise bytes."""
     return "byte pairs" if importlib.util.find_spec("tokenizers") else "bytes"
 
 

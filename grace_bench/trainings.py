@@ -92,7 +92,7 @@ def _hooked(model: torch.nn.Module, params: dict[str, Any]) -> Any:
 def _trained(
     model: Any, xs: Iterator[list[torch.Tensor]], loss: Callable[..., torch.Tensor] | None = None, passes: int = 2
 ) -> list[torch.Tensor]:
-    # Train a DistributedDataParallel: micro-batches per step, and clipping. ``loss``: the model, compiled or in a cast.
+    # Train with DistributedDataParallel, micro-batches and clipping. ``loss``: the compiled model, or under autocast.
     loss = model if loss is None else loss
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     for each in xs:
@@ -152,7 +152,7 @@ def channels_last(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def side_stream(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
-    """`ddp` on a stream of the user's."""
+    """`ddp` on a CUDA stream of the user."""
     if device == "cpu":
         return ddp(device, params)
     stream = torch.cuda.Stream()
@@ -199,7 +199,7 @@ def trainer(device: str, params: dict[str, Any]) -> list[torch.Tensor]:
         settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
         arguments = TrainingArguments(folder, use_cpu=device == "cpu", remove_unused_columns=False, **settings)
         training = InOrder(model, arguments, train_dataset=data, optimizers=(optimizer, constant))
-        training.remove_callback(PrinterCallback)  # the output is that of the command
+        training.remove_callback(PrinterCallback)  # keeps the Trainer's log out of the command's output
         grace.torch.trainer(training, params)
         training.train()
     return _whole(model.linear)
@@ -270,7 +270,7 @@ LOOPS = {
     "autocast": Loop(autocast, rounded),
     "checkpointed": Loop(checkpointed, ddp),
     "bf16": Loop(bf16, bf16),
-    "channels_last": Loop(channels_last, channels_last),  # blocks follow the order in memory
+    "channels_last": Loop(channels_last, channels_last),  # the blocks of both runs follow the order in memory
     "side stream": Loop(side_stream, ddp),
     "compiled": Loop(compiled, ddp),
     "fsdp": Loop(fsdp, fsdp, SHARDED),

@@ -119,7 +119,7 @@ def cache_folder() -> Path:
 
 
 def cmake_3() -> str:
-    """A CMake of the 3 series: CMake 4 refuses the gloo that Horovod brings along."""
+    """A CMake of version 3: CMake 4 refuses the version of gloo in Horovod's sources."""
     beside_python = Path(sys.executable).with_name("cmake")
     for candidate in ("cmake", str(beside_python)):
         if path := shutil.which(candidate):
@@ -199,7 +199,7 @@ def build(found: Mapping[str, str], settings: dict[str, str], wheels: Path, jobs
 
 
 def verify(found: Mapping[str, str]) -> None:
-    """Ask the installed Horovod what it was built with, and compare."""
+    """Compare the installed Horovod's own build information with what was requested."""
     print("Asking the installed Horovod what it supports (horovodrun --check-build) ...", flush=True)
     command = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir())

@@ -130,7 +130,7 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
   std::vector<uint32_t> buckets(2 * grace::BUCKETS, 8u << 16);
   for (int32_t kind : {grace::BF16, grace::FP8, grace::NATURAL, grace::DITHERED, grace::NEAREST}) {
     for (int32_t random : {0, 1}) {
-      if (kind == grace::NEAREST ? random : kind == grace::DITHERED && !random) continue;  // as their methods ask
+      if (kind == grace::NEAREST ? random : kind == grace::DITHERED && !random) continue;  // skip unused combinations
       const int32_t widths[] = {16, 8, 8, 5, 4}, width = widths[kind];
       grace::Codec codec = {};
       codec.kind = kind, codec.bits = width, codec.random = random, codec.factor = 1, codec.key0 = 21, codec.key1 = 22;
@@ -388,7 +388,7 @@ int main(int count, char** argv) {
   loops = grace_loops();
   fprintf(stderr, "%s\n", grace_name(loops));
   tell("noise", 0, 0, noise(5, 65536));
-  grace_stream_from(4097);  // as large vectors are written
+  grace_stream_from(4097);  // streaming stores, as for large vectors
   for (int64_t n : {1, 7, 16, 100, 513, 4099, 70001, 300000}) {
     threads = n == 300000 ? 2 : 1;
     for (int64_t block : {0, 8, 512})

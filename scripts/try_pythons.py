@@ -60,7 +60,7 @@ def find(version: str) -> str | None:
 def use(python: str, wheel: Path, folder: Path) -> bool:
     """Install the wheel for ``python`` in ``folder``; returns whether it works there."""
     own, grace = str(folder / "bin" / "python"), str(folder / "bin" / "grace")
-    # No compiler, and no kernels but the wheel's.
+    # Hide compilers, and all kernels except the wheel's.
     hidden = ("PYTHONPATH", "CXX", "GRACE_KERNELS")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {"PATH": str(folder / "bin"), "XDG_CACHE_HOME": str(folder)}

@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = ("tests/test_trainers.py", "tests/test_trainers_huggingface.py", "tests/test_trainers_others.py")
 TORCH = ("tests/test_torch.py", *TRAINERS)
 KERAS = ("tests/test_keras_layout.py",)
-# grace.torch.stages overrides private methods of PipelineStage. With the oldest PyTorch its test stands still: 1F1B
-# over gloo waits for ever in PyTorch 2.6; 2.13 and 2.15 pass.
+# grace.torch.stages overrides private methods of PipelineStage. Its test hangs with the oldest PyTorch: 1F1B over gloo
+# never ends in PyTorch 2.6; 2.13 and 2.15 pass.
 STAGES = ("tests/test_stages.py",)
 NEEDS = ("pytest>=8", "pytest-timeout", "psutil", "scikit-learn")
 
 
 class End(NamedTuple):
-    """The Pythons of an end, of which the first that works is taken; requirements; tests."""
+    """The Pythons of an end (the first available one is used), its requirements and its tests."""
 
     versions: tuple[str, ...]
     requirements: tuple[str, ...]

@@ -32,13 +32,13 @@ def lib(request):
 
 @pytest.fixture(scope="session")
 def keras_doors(tmp_path_factory):
-    """What two workers of Keras on TensorFlow found; one launch for two files of tests."""
+    """The findings of two workers of Keras on TensorFlow; launched once for two test files."""
     return launch("horovodrun", 2, "keras_doors.py", tmp_path_factory.mktemp("out"))
 
 
 @pytest.fixture
 def streamed(request):
-    """Results use streaming stores from 4097 elements on, instead of millions."""
+    """Kernels use streaming stores for results of 4097 elements or more, instead of millions."""
     if "lib" not in request.fixturenames:
         yield
         return
@@ -59,7 +59,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """With --quick, run the first item of each test that every machine can run; none marked slow or processes."""
+    """With --quick, run each test's first item that runs on every machine; no slow ones, none with processes."""
     if not config.getoption("--quick"):
         return
     chosen = {}

@@ -10,7 +10,7 @@ SHAPES = {
     "fc.bias": (60,),
     "scalar": (),
     "one": (1,),
-    "wide": (20_000,),  # TensorFlow hands it over to NumPy
+    "wide": (20_000,),  # so large that TensorFlow calls NumPy's functions
 }
 ALL = {"min_numel": 0}  # compress even the smallest tensors, unless a row says otherwise
 ROWS = [
@@ -44,7 +44,7 @@ ROWS = [
     {"compressor": "natural", **ALL},
     {"compressor": "dettmers8", "table": "nf4", "block_size": 64, "communicator": "twostage", **ALL},
     {"compressor": "signum", **ALL},
-    # Machines of two workers: with two workers there is one, with four the other group has two as well.
+    # Machines of two workers: two workers are one machine, four are two.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "hierarchical", "node_size": 2, **ALL},
     {"compressor": "powersgd", "communicator": "hierarchical", "node_size": 2},
     {
@@ -105,20 +105,20 @@ ROWS = [
     {"compressor": "adaptive_random", "compress_ratio": 0.05, "memory": "econtrol", **ALL},
     {"compressor": "geometric", "memory": "ef21", "momentum": 0.5, **ALL},
     {"compressor": "damped", "method": "natural_dithering", "base": 3, "s": 3, "communicator": "twostage", **ALL},
-    # Two stages with shards: of fixed and variable length, on all workers and on few. Without atomo: its payload has
-    # equal singular values, so that rounding decides what the second stage draws.
+    # Two stages: shards of fixed and of variable length, on all workers or on a few. Without atomo: its payload has
+    # equal singular values, so rounding decides what the second stage draws.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage", **ALL},
     {"compressor": "sidco", "compress_ratio": 0.05, "communicator": "twostage", "min_shard": 256, **ALL},
     {"compressor": "3lc", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
-# Each way to exchange a payload, once.
+# Rows that cover every way to exchange a payload once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
 WHOLE = [("torch", "torch", 4), ("torch", "horovod", 2)]
 
 
 def rows(toolkit: str, transport: str, size: int) -> list[int]:
-    """Which rows a launch exchanges: all of them once over each transport, and a few in every other launch."""
+    """The rows that a launch exchanges: all of them once over each transport, and a few in every other launch."""
     few = [index % len(ROWS) for index in FEW]
     return list(range(len(ROWS))) if (toolkit, transport, size) in WHOLE else few
 

@@ -23,7 +23,7 @@ RANKS = ("RANK", "HOROVOD_RANK")  # set by torchrun, by horovodrun
 
 
 def end() -> None:
-    """End a job's process. Python itself would free what the server imported, which takes a second."""
+    """End a job's process at once. Python's own exit takes a second to free the imported modules."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status[0])
@@ -41,8 +41,8 @@ def serve(path: str, modules: list[str]) -> dict[str, Any]:
     server.listen(64)
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # workers neither visit nor copy what was imported
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    gc.freeze()  # keep forked workers from visiting and copying the imported modules
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the processes that run `keep`
     while True:
         ready, _, _ = select.select([server, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -55,7 +55,7 @@ def serve(path: str, modules: list[str]) -> dict[str, Any]:
 
 
 def keep(connection: socket.socket) -> dict[str, Any]:
-    """Fork the process of a connection's job, and keep it until it ends or the client does. Returns in the former."""
+    """Fork the process of a connection's job, and wait for its end or the client's. Returns in the job's process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, files, *_ = socket.recv_fds(connection, 1, 3)
     job: dict[str, Any] = json.loads(connection.makefile("rb").readline())
@@ -66,7 +66,7 @@ def keep(connection: socket.socket) -> dict[str, Any]:
             os.dup2(file, number)
             os.close(file)
         return job
-    for file in files:  # so that readers of a pipe see its end
+    for file in files:  # close them, so that readers of a pipe see its end
         os.close(file)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -122,7 +122,7 @@ if __name__ == "__main__":
     what, where, *others = sys.argv[1:]
     if what == "run":
         code = request(where, others)
-        if code < 0:  # by a signal, as launchers report it
+        if code < 0:  # ended by a signal: return the code that launchers report
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         sys.exit(code)

@@ -107,16 +107,16 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
 
 
 def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[str]:
-    # The command line of `launcher`, with workers that servers fork, as the launcher itself if it imports PyTorch.
+    # The command line of `launcher`, but servers fork the workers, and also the launcher itself if it imports PyTorch.
     source = script.read_text()
     # Keras reads its backend when TensorFlow imports it, and TensorFlow has no transport under torchrun.
     either = "import tensorflow" in source and name == "horovodrun" and "torch" not in args
     toolkit = "tensorflow" if either and ("import torch" not in source or "tensorflow" in args) else "torch"
     for rank in range(size):
-        _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import it
+        _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import _dynamo
     worker = _client(toolkit)
     if name == "horovodrun":
-        # It imports Horovod's extension for TensorFlow each time, to see whether Gloo is in it.
+        # horovodrun imports Horovod's extension for TensorFlow in every launch, to check for Gloo.
         _serve("horovodrun", "launcher", "horovod.runner.launch", "horovod.tensorflow")
         _, *options, _ = launcher(name, size)
         return [*_client("horovodrun"), "-m", "horovod.runner.launch", *options, *worker]
@@ -179,13 +179,13 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
             if process.exe() == os.path.realpath(sys.executable)
             and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
         ]
-        time.sleep(0.3)  # in the next epoch, while the one of ``at`` is being committed
+        time.sleep(0.3)  # kill in the next epoch, during the commit of the epoch in ``at``
         victim.kill()
 
     flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]
     horovodrun, *rest = launcher("horovodrun", 4)
     launch = [horovodrun, "--host-discovery-script", hosts, *flags, *rest]
-    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # after which survivors notice a death
+    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # survivors notice a death after this time
     return run(*launch, *command, log=log, timeout=timeout, meanwhile=kill_one, **limit)
 
 
@@ -204,7 +204,7 @@ def error_of(call, *args, **options):
 
 
 def join_torch(transport: str) -> tuple[int, int]:
-    """How a worker of PyTorch begins, on one thread, over torch.distributed ("torch") or Horovod: rank and size."""
+    """Start a worker of PyTorch on one thread, over torch.distributed ("torch") or Horovod; returns rank and size."""
     import torch
 
     torch.set_num_threads(1)
@@ -220,10 +220,10 @@ def join_torch(transport: str) -> tuple[int, int]:
 
 
 def leave_gloo() -> None:
-    """How a gloo worker ends, after it has saved what it found.
+    """End a gloo worker that has saved its findings, without Python's own clean-up.
 
-    PyTorch's gloo threads are not joined while anything (DistributedDataParallel, a future) still holds their group;
-    now and then they abort the worker in Python's own clean-up. So there is none.
+    PyTorch's gloo threads are not joined while anything (DistributedDataParallel, a future) still holds their group.
+    Sometimes they then abort the worker during the clean-up.
     """
     import torch.distributed as dist
 

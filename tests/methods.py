@@ -60,9 +60,9 @@ def rows(chosen: Callable[[Any], Any] = lambda row: True) -> Any:
 def exchanges(chosen: Callable[[Any, str], Any] = lambda row, communicator: True, few: bool = False) -> Any:
     """Decorator: run a test, which uses the fixture ``xp``, for each row with each communicator that fits it.
 
-    NumPy sees them all. On the other toolkits a broadcast is left to the transports' tests, a width of codes to
-    test_packing.py, and most shards to test_scale.py; with ``few``, where no toolkit is asked anything new, they see
-    some rows only.
+    NumPy runs all combinations. The other toolkits leave broadcasts to the tests of transports, widths of codes to
+    test_packing.py, and most shards to test_scale.py. With ``few`` they run some rows only: for tests that use no other
+    functions of a toolkit than the rest.
     """
     some = [
         (row, communicator, name)
@@ -80,7 +80,7 @@ def backend(name: str) -> Any:
     """A backend; skips the test where its toolkit is not installed."""
     if name != "numpy":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a toolkit says about itself while it is imported
+            warnings.simplefilter("ignore")  # messages of a toolkit during its import
             pytest.importorskip(name)
     return get_backend(name)
 
@@ -91,7 +91,7 @@ def parts(row: Any) -> Any:
 
 
 def workers(params: dict[str, Any], size: int) -> list[Any]:
-    """One Grace for each worker of a world in this process; small tensors are compressed too."""
+    """One Grace for each of ``size`` workers in this process; even small tensors are compressed."""
     world = World(size)
     return [grace_from_params({"min_numel": 0, **params}, LocalTransport(world, rank)) for rank in range(size)]
 
@@ -102,7 +102,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 
 def send(method: Any, xp: Any, x: Any, ctx: Context, state: Any = None) -> Any:
-    """Payload and next state of the method's compressor, without memory."""
+    """The payload and next state of the method's compressor, without a memory."""
     return cases.send(method.compressor, xp, x, ctx, state)
 
 
@@ -112,7 +112,7 @@ def receive(method: Any, xp: Any, payload: Any, ctx: Context) -> Any:
 
 
 def method_of(**params: Any) -> Any:
-    """The method of a dictionary of parameters, as the engine carries it out."""
+    """The method that a dictionary of parameters describes, in the form that the engine runs."""
     method = grace_from_params(params, LocalTransport()).method
     return TensorCodec(method.compressor, method.memory)
 

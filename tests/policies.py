@@ -39,7 +39,7 @@ def sequence(size: int) -> list[list[dict[str, Any]]]:
 
 
 def levels_of(report: Any) -> dict[str, list[tuple[int, int]]]:
-    """For each compressed tensor the epochs in which its level changed: 0, the first one it had, or 1."""
+    """For each compressed tensor, pairs: the epoch of a new level; 0 if it is the first level, else 1."""
     return {
         tensor.name: [(epoch, int(level != tensor.levels[0][1])) for epoch, level in tensor.levels]
         for tensor in report.tensors

@@ -19,7 +19,7 @@ def plan_of(chosen):
 
 
 def gradients(chosen, rank, step=0):
-    """A tensor for each strategy. Small numbers, so that 1e-6 is what float32 can be asked for."""
+    """A tensor for each strategy, with numbers small enough for float32 errors below 1e-6."""
     rng = np.random.default_rng([rank, step])
     shapes = [SHAPES[i % len(SHAPES)] for i in range(len(chosen))]
     return {f"{i}": rng.uniform(-1, 1, shape).astype(np.float32) for i, shape in enumerate(shapes)}
@@ -66,6 +66,6 @@ def cluster(workers, per_node=1):
 
 
 def planned(workers, per_node=1, ratio=0.01, levels=(), **params):
-    """The plan of `PROFILE` for these workers, with the costs of other ratios beside."""
+    """The plan of `PROFILE` for these workers, with the costs of the ratios in ``levels`` as well."""
     costs = Costs(cluster(workers, per_node), priced(ratio, **params))
     return plan.make(PROFILE, costs, others=[priced(level, **params) for level in levels]).plan

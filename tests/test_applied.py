@@ -1,4 +1,4 @@
-"""What was applied: every cell of the state table, and the rule's bookkeeping by itself."""
+"""Which exchanges count: every cell of the state table, and the bookkeeping of the rule alone."""
 
 import pytest
 from launch import launch
@@ -20,7 +20,7 @@ def test_every_cell_of_the_table_is_as_its_oracle(kind, tmp_path):
 
 
 class Decides:
-    """A Grace's undecided tensors, and what was decided."""
+    """A stand-in for a Grace: its undecided tensors, and a list of the decisions."""
 
     def __init__(self, *names):
         self.undecided, self.said = set(names), []
@@ -83,7 +83,7 @@ def test_a_window_is_a_step_at_its_first_applied_tensor_and_discarded_if_none_is
     windows = Windows()
     windows.add(["a", "b"])
     assert windows.close(["a"], True) == 1
-    windows.add(["c"])  # a window of its own, as the last one was counted
+    windows.add(["c"])  # a new window, as the previous exchange was counted
     assert windows.close(["b"], False) == 0
     assert windows.close(["c"], False) == 1
     windows.add(["a"])

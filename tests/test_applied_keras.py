@@ -1,4 +1,4 @@
-"""Which exchanges count in Keras: those whose means its optimizer applied, over two workers."""
+"""Which exchanges count in Keras, over two workers: those whose means the optimizer applied."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Loops of real trainings over two workers: what is not applied leaves no trace, and what does not fit is an error."""
+"""Real training loops over two workers: discarded exchanges leave no trace, and unsuitable loops raise errors."""
 
 import logging
 

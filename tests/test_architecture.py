@@ -1,4 +1,4 @@
-"""The floors of the library: a module imports from its own floor and those below, and no imports form a circle."""
+"""The floors of the library: a module imports only from its own floor and lower ones, without cycles."""
 
 import ast
 from functools import cache
@@ -110,7 +110,7 @@ def test_a_test_module_imports_no_other():
 
 
 def packages():
-    """The packages that each package imports, apart from those that hold it or lie in it; a module may be one."""
+    """The packages that each package imports, except its parents and children. A package may be a single module."""
     folders = {name(path) for path in (ROOT / "grace").rglob("__init__.py")}
 
     def package(module):
@@ -153,12 +153,12 @@ def test_files_and_classes_are_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= 300:
                 long.append(node.name)
-    # A backend is one list of array functions; local training is one loop.
+    # Exceptions to the limit: a backend is one list of array functions, local training is one loop.
     assert set(long) <= {"TorchBackend", "DiLoCo"}
 
 
 def test_only_transports_ask_for_the_name_of_a_toolkit():
-    """A backend says what it can do. Transports bind a toolkit, and the test kit compares toolkits."""
+    """Other modules ask a backend for its properties. Transports bind a toolkit; the test kit compares toolkits."""
     found = {
         str(path)
         for path in (ROOT / "grace").rglob("*.py")

@@ -41,7 +41,7 @@ def gradients(steps: int = STEPS, workers: int = 2) -> list[Gradients]:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Given, not measured, seconds of a step at each level."""
+    """Sets the seconds of a step at each level, which are otherwise measured."""
     taken: dict[int, float] = {}
 
     class Clock:
@@ -65,7 +65,7 @@ def outcome(
     decision: Decision | None = None,
     workers: int = 2,
 ) -> tuple[list[int], Decision]:
-    """The levels that hold until one is chosen, when steps take so long at each and add noise of such ratios."""
+    """The levels until one is chosen, given the seconds of a step and the noise ratio at each level."""
     decision = decision or Decision({"w": 0})
     found: list[int] = []
     while decision.memo.get("workers") != workers or decision.memo["chosen"] != decision.levels["w"]:
@@ -79,7 +79,7 @@ def outcome(
 
 
 def told(policy: Auto, level: int, ratio: float) -> dict[str, Noise]:
-    """What a trial of that noise ratio tells."""
+    """The statistics that a trial reports for this noise ratio."""
     feeds_back = level >= FIRST and triple(policy.candidates[level - FIRST])[0].memory.feedback
     noise = {"w": Noise(ratio, 1.0 + ratio * feeds_back)}
     assert noise_ratio(relative_error(noise), feeds_back) == pytest.approx(ratio)
@@ -95,7 +95,7 @@ def decide(*args, **kwargs) -> list[int]:
     [
         ({2: 0.5, 3: 0.7}, [2]),
         ({2: 0.7, 3: 0.5}, [3]),
-        ({2: 0.98, 3: 0.99}, [FLUSH, DENSE]),  # too little faster to justify a loss
+        ({2: 0.98, 3: 0.99}, [FLUSH, DENSE]),  # hardly faster: not worth the loss
         ({2: 2.0, 3: 3.0}, [FLUSH, DENSE]),
     ],
 )
@@ -125,7 +125,7 @@ def test_another_number_of_workers_is_tried_anew():
 @pytest.mark.parametrize(
     "effort, chosen",
     [
-        ("safe", "fp16"),  # 0.6 s; that of all others is above 0.05
+        ("safe", "fp16"),  # 0.6 s; the noise of all others is above 0.05
         ("balanced", "eden"),  # 0.4 (1 + 0.08 / 2) = 0.416 s
         ("fast", "topk"),  # 0.2 (1 + 0.15 1.9) = 0.26 s
     ],
@@ -150,7 +150,7 @@ def test_coarse_candidates_are_for_those_in_a_hurry():
 
 
 def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
-    # In the order of their trials: without error feedback first, then topk of 10 %, of 1 % and of 30 %, and eden.
+    # In the order of their trials: methods without error feedback, then topk of 10 %, of 1 % and of 30 %, then eden.
     blockint = [{"compressor": "blockint", "bits": bits, "rounding": "stochastic"} for bits in (4, 2)]
     topk = [{"compressor": "topk", "compress_ratio": ratio} for ratio in (0.1, 0.01, 0.3)]
     policy = Auto(candidates=(*blockint, *topk, "powersgd"))
@@ -162,7 +162,7 @@ def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
     assert set(policy.trials(decision)) == {0, 2, 4, 6, 7}
     _, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7, 6: 0.8, 7: 0.9})
     assert decision.levels == {"w": DENSE}
-    assert policy.trial(decision, 2) is None  # no noise would be known that is not
+    assert policy.trial(decision, 2) is None  # no further trial is needed to compare the noise
 
 
 def test_the_choice_follows_the_noise():
@@ -172,14 +172,14 @@ def test_the_choice_follows_the_noise():
     assert decision.levels == {"w": 4}
     assert policy.trial(decision, 2) == 7
     later = replace(policy, watch_steps=50)
-    for steps in (10, 20, 40, 50, 50):  # the noise may change soon after the first steps
+    for steps in (10, 20, 40, 50, 50):  # checks are frequent at first, when the noise may change soon
         assert later.trial(decision, 2) == steps
         decision = later.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.07))
         assert decision.levels == {"w": 4}
         assert later.remembers(decision.memo)
 
     def after(ratio):
-        """The decision after a check of the chosen method."""
+        """The decision when a check of the chosen method finds this noise ratio."""
         return policy.on_trial_end(decision, 2, 0.3, told(policy, decision.levels["w"], ratio))
 
     decision = after(0.1)
@@ -228,19 +228,19 @@ def test_a_noise_that_is_no_number_is_the_worst():
     for error, wanted in ((1.0, 0.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, np.inf)):
         for feeds_back in (False, True):
             assert noise_ratio(relative_error({"w": Noise(error, wanted)}), feeds_back) == 1e9
-    assert noise_ratio(1.0, feeds_back=True) == 1e9  # nothing is sent
+    assert noise_ratio(1.0, feeds_back=True) == 1e9  # a method that sends nothing
 
 
 # -- the noise ---------------------------------------------------------------------------------------------------------
 def noisy(workers: int, steps: int) -> list[Gradients]:
-    """Gradients of one mean of square 0.5 and a sampling noise of square 1 between workers."""
+    """Gradients whose mean has mean square 0.5; each worker adds noise of mean square 1."""
     draw = np.random.default_rng(0).standard_normal
     mean = np.sqrt(0.5) * draw((300, 1000))
     return [[{"w": (mean + draw(mean.shape)).astype("float32")} for _ in range(workers)] for _ in range(steps)]
 
 
-# eden's error is 0.133 of the square of what it compresses (normal numbers, Lloyd and Max, 2 bits, unbiased), 1.5; with
-# two stages the mean, of square 0.5 + 1 / 4, is compressed again. A random quarter makes (1 - 1 / 4) / (1 / 4).
+# eden's relative error is 0.133 (normal numbers, Lloyd-Max, 2 bits, unbiased), of gradients with mean square 1.5. Two
+# stages also compress the mean, whose mean square is 0.5 + 1 / 4. A random quarter has error (1 - 1/4) / (1/4).
 @pytest.mark.parametrize(
     "params, workers, ratio",
     [
@@ -271,7 +271,7 @@ def test_what_is_held_of_the_sample_is_what_memories_hold(backend, workers):
 
 
 def held(states, name, size):
-    """What the workers' memories hold of the mean: in the first stage as many parts of it, in the second the mean's."""
+    """All residuals in units of the mean: those of the first stage are divided by the number of workers."""
     total = np.zeros(size)
     for state in states:
         arrays = {key: x for key, x in state["tensors"].get(name, {}).items() if "compressor" not in key}
@@ -333,7 +333,7 @@ def test_one_slow_step_of_a_trial_of_two_does_not_count(clock):
     def level():
         found = grc.schedule.level("w")
         calls.append(found)
-        slow = found >= FIRST and calls.count(found) == 2  # the first call tells when the level began
+        slow = found >= FIRST and calls.count(found) == 2  # the first call records when the level began
         clock.taken[found] = [*seconds.values()][max(found - 1, 0)] * (10 if slow else 1)
         return found
 
@@ -370,7 +370,7 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(backend):
 
 @pytest.mark.parametrize("saved", [ENDS[1] + 2, ENDS[2] + 1, ENDS[3], STEPS + TRIAL])
 def test_nothing_is_lost_where_candidates_hold_it_in_different_places(saved):
-    # Of four workers powersgd has residuals of whole tensors, and the others of shards, each in its own places.
+    # With four workers powersgd has residuals of whole tensors; the other methods have residuals of different shards.
     sparse = {"compressor": "topk", "compress_ratio": 0.05}
     auto = {**AUTO, "candidates": [sparse, "powersgd", {"compressor": "efsignsgd", "block_size": 512}]}
     given = gradients(STEPS + TRIAL, workers=4)[:saved]
@@ -389,7 +389,7 @@ def _ways(params, workers):
 @pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
 def test_a_tensor_is_uncompressed_only_at_the_levels_that_do_not_apply_to_it(backend):
     given = gradients(ENDS[4] - 1)
-    candidates = [{"compressor": "eden", "bits": 4}, "topk", "powersgd"]  # powersgd compresses no vector
+    candidates = [{"compressor": "eden", "bits": 4}, "topk", "powersgd"]  # powersgd cannot compress a vector
     out = simulate({**AUTO, "candidates": candidates}, given, backend)
     means = [step[0]["v"] for step in out.history]
     exact = [sum(worker["v"] for worker in workers) / 2 for workers in given]
@@ -397,7 +397,7 @@ def test_a_tensor_is_uncompressed_only_at_the_levels_that_do_not_apply_to_it(bac
     powersgd = range(ENDS[3], len(given))
     compressed = range(ENDS[1], powersgd[0])
     assert min(errors[step] for step in compressed) > 1e-3
-    assert errors[powersgd[0]] > 1e-3  # sends what topk held back
+    assert errors[powersgd[0]] > 1e-3  # also sends topk's residual
     assert max(errors[step] for step in powersgd[1:]) < 1e-6
     (tensor,) = (tensor for tensor in out.report.tensors if tensor.name == "v")
     assert [level["compressor"] for _, level in tensor.levels] == ["none", "eden", "topk", "none"]
@@ -412,7 +412,7 @@ def test_a_candidate_alone_gives_what_the_method_gives():
     given, start = gradients(3 * TRIAL), ENDS[1]
     auto = simulate({**AUTO, "candidates": ["topk"]}, given)
     plain = simulate({"compressor": "topk"}, given[start:])
-    for step in range(TRIAL):  # of the second trial
+    for step in range(TRIAL):  # steps of the second trial
         for name in SHAPES:
             np.testing.assert_array_equal(auto.history[start + step][0][name], plain.history[step][0][name])
 
@@ -437,9 +437,9 @@ def test_noise_is_measured_only_where_it_is_used(candidate, chosen, backend, clo
         grc.step({name: xp.asarray(value, "float32") for name, value in worker.items()})
         grc.tune()
     assert grc.schedule.level("w") == chosen
-    trials = 1 + 2 * 2  # of dense gradients and the candidate
+    trials = 1 + 2 * 2  # trials of dense gradients and of the candidate
     assert set(range(trials)) <= measured
-    # Intervals of 10, 20 and 30 steps, of which the last ten are measured.
+    # Intervals of 10, 20 and 30 steps; the last ten steps of each are measured.
     ends = [trials + 10, trials + 30, trials + 60]
     wanted = {4: {step for end in ends for step in range(end - 10, end)}, 0.6: {*range(trials, ends[-1])}, None: set()}
     found = {step for step in measured if trials <= step < ends[-1]}
@@ -476,7 +476,7 @@ def test_a_run_goes_on_from_the_middle_of_the_trials(saved, clock):
     run(first, given[:saved])
     second.load_state_dict(first.state_dict())
     np.testing.assert_array_equal(*(grc.state_dict()["policy"]["held"]["w"] for grc in (first, second)))
-    # Those that follow within the trial: it is timed anew, and so may end later.
+    # Only the next two steps of the trial: it is timed anew, so it may end later.
     rest = given[saved : saved + 2]
     for a, b in zip(run(first, rest), run(second, rest), strict=True):
         for name in SHAPES:
@@ -521,12 +521,12 @@ def test_what_is_kept_follows_the_number_of_workers():
     graces = [grace_from_params(AUTO, LocalTransport(world, rank)) for rank in range(4)]
     for grc in graces:
         grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
-        new = grc.check_state(*out.state).fitted  # two workers gathered; four have two stages, here of one shard
+        new = grc.check_state(*out.state).fitted  # two workers gather; four use two stages, with one shard
         (residual,) = (a for unit, key, _, a in new if (unit, key) == ("w", "worker/memory/residual"))
         np.testing.assert_allclose(residual, kept / 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("saved", [ENDS[1] + 2, ENDS[2], ENDS[2] + 2])  # in two stages, on the way, in one round
+@pytest.mark.parametrize("saved", [ENDS[1] + 2, ENDS[2], ENDS[2] + 2])  # in two stages, in the change, in one round
 @pytest.mark.parametrize("workers", [2, 4])
 def test_nothing_is_lost_where_fewer_workers_go_on_with_other_exchanges(saved, workers):
     auto = {**AUTO, "candidates": [{"compressor": "topk", "compress_ratio": 0.05}, "powersgd"]}
@@ -546,7 +546,7 @@ def test_nothing_is_lost_where_fewer_workers_go_on_with_other_exchanges(saved, w
 
 @dataclass(frozen=True)
 class Turns(Auto):
-    """One level after the other, a step each, without sending before what memories hold."""
+    """Changes the level in every step, without first sending what memories hold."""
 
     def trial(self, decision, workers):
         return 0
@@ -558,7 +558,7 @@ class Turns(Auto):
 
 @pytest.mark.parametrize("again", [0, 4, 5, 7])
 def test_nothing_is_lost_where_levels_follow_in_any_order(again):
-    # Levels dense, flush, two stages, one round (for "v" exact), none, two stages. ``again``: a state of that step is
+    # Levels: dense, flush, two stages, one round (exact for "v"), none, two stages. ``again``: the step whose state is
     # loaded later.
     sparse = {"compressor": "topk", "compress_ratio": 0.05}
     turns = Turns(candidates=(sparse, "powersgd", "none", {"compressor": "efsignsgd", "block_size": 512}))
@@ -573,7 +573,7 @@ def test_nothing_is_lost_where_levels_follow_in_any_order(again):
             pass
 
     def step(workers):
-        # Add to the totals what the means have beyond the gradients' means.
+        # Add the difference between the means and the gradients' true means to the totals.
         for grc, gradient in zip(graces, workers, strict=True):
             grc.launch({name: gradient[name] for name in SIZES})
         finished(graces)

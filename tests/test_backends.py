@@ -100,7 +100,7 @@ def mixed(n=N, seed=0, special=True):
 
 
 def equal(found, expected):
-    """Equal numbers in equal places, NaN to NaN."""
+    """Whether numbers are equal element by element; NaN equals NaN."""
     found, expected = found.tolist(), list(expected)
     return len(found) == len(expected) and all(a == b or (a != a and b != b) for a, b in zip(found, expected))  # noqa: B905
 
@@ -373,7 +373,7 @@ def test_a_pool_keeps_large_and_small_that_are_wanted_in_turn_and_drops_what_is_
         for size in (large, small):
             pool.empty((size,), torch.uint8)
     assert made == [large, small]
-    for size in (2**18, 2**19):  # other sizes from now on: by the second step, neither was requested since the first
+    for size in (2**18, 2**19):  # now other sizes: at the second, neither old size was requested since the first
         pool.empty((size,), torch.uint8)
     pool.empty((large,), torch.uint8)
     assert made == [large, small, 2**18, 2**19, large]
@@ -410,7 +410,7 @@ def products(request, monkeypatch):
         monkeypatch.setattr("grace.backends.torch.MANY", 1)
 
 
-MATRICES = [(10, 7, 3), (700, 401, 4), (3, 140_000, 2), (5, 1, 1)]  # the second and third are more than one part
+MATRICES = [(10, 7, 3), (700, 401, 4), (3, 140_000, 2), (5, 1, 1)]  # the second and third are computed in several parts
 
 
 @pytest.mark.parametrize(("a", "b", "r"), MATRICES)
@@ -475,9 +475,9 @@ def test_unit_rows(ops, monkeypatch):
     x = f32([[2, -4, 1], [0, -0.0, 0], [1e-37, 0, 0], [3e38, -1e38, 2e38], [NAN, 1, 2]])
     expected = x / f32([4, 1, 1e-37, 3e38, NAN])[:, None]
     for on_host in (True, False):
-        if ops.xp.name == "torch":  # which has another form for devices
+        if ops.xp.name == "torch":  # PyTorch has another form for devices
             monkeypatch.setattr(ops.xp, "on_host", on_host)
-        for given in (x, x.T.copy().T):  # a transposed one, too
+        for given in (x, x.T.copy().T):  # also for a transposed matrix
             rows, alive = ops(lambda xp, x: xp.linalg.unit_rows(x), given)
             assert np.array_equal(rows, expected, equal_nan=True)
             assert np.array_equal(alive, [[True], [False], [True], [True], [False]])
@@ -487,7 +487,7 @@ def test_what_is_kept_is_made_once(ops, monkeypatch):
     monkeypatch.setattr(ops.xp.random, "_cached", {})
     made = []
 
-    def plus(key):  # in a graph of its own each time
+    def plus(key):  # a new graph for each call
         return ops(
             lambda xp, x: x + xp.random.cached((key, 1), lambda: made.append(key) or xp.full(3, float(key))),
             f32([1, 2, 3]),
@@ -497,7 +497,7 @@ def test_what_is_kept_is_made_once(ops, monkeypatch):
         assert equal(plus(2), [3, 4, 5])
         assert equal(plus(5), [6, 7, 8])
     assert made == [2, 5]
-    for key in range(100, 120):  # of many only the last ones
+    for key in range(100, 120):  # only the last ones of many are kept
         plus(key)
     plus(119)
     plus(2)
@@ -515,7 +515,7 @@ def test_topk_abs(ops, kind, n, k):
     x = mixed(n)
     if kind == "equal":
         x = np.full(n, -2.0, np.float32)
-    if kind == "one heavy place":  # the sample misses large elements, or has no others
+    if kind == "one heavy place":  # the sample misses the large elements, or sees only these
         x = np.zeros(n, np.float32)
         x[:: max(1, n // 65536)] = 1 + np.arange(len(x[:: max(1, n // 65536)]))
     size = np.where(np.isnan(x), INF, abs(x))
@@ -608,7 +608,7 @@ def test_arange(ops):
 
 def test_lengths_and_integers(ops):
     def slices(xp, x):
-        positions = xp.nonzero(x > 0)  # of unknown length inside a graph
+        positions = xp.nonzero(x > 0)  # its length is unknown in a graph
         lengths = xp.lengths([x, positions, xp.zeros((4, 2))])
         _, count, _ = xp.integers(lengths)
         return lengths, positions[:count], x[:count]
@@ -853,13 +853,13 @@ def test_abs_and_sign(ops):
 def test_floor_and_round(ops):
     x = np.concatenate([mixed(special=False) * 30, f32([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 8388607.5, 1e30, -1e30])])
     assert equal(ops(lambda xp, x: xp.floor(x), x), [math.floor(v) for v in x.tolist()])
-    assert equal(ops(lambda xp, x: xp.round(x), x), [round(v) for v in x.tolist()])  # Python's halves go to even too
+    assert equal(ops(lambda xp, x: xp.round(x), x), [round(v) for v in x.tolist()])  # Python, too, rounds ties to even
     for op in ("floor", "round"):
         assert equal(ops(lambda xp, x: getattr(xp, op)(x), f32([INF, -INF, NAN])), [INF, -INF, NAN])
 
 
 def test_sqrt_is_correctly_rounded(ops):
-    # A float64 root rounded once more to float32 is the correctly rounded one: 53 >= 2 * 24 + 2.
+    # Rounding a float64 root to float32 is correct, as 53 >= 2 * 24 + 2.
     x = abs(np.concatenate([mixed(20_000, special=False), mixed(seed=1, special=False) * 1e30, f32([0, 4, 1.2e-38])]))
     assert equal(ops(lambda xp, x: xp.sqrt(x), x), [nearest(math.sqrt(v)) for v in x.tolist()])
     assert equal(ops(lambda xp, x: xp.sqrt(x), f32([INF, NAN])), [INF, NAN])
@@ -900,7 +900,7 @@ def test_division_and_remainder_round_down(ops):
 
 # -- reductions ----------------------------------------------------------------------------------------------------
 def test_sum_is_accumulated_in_float64(ops):
-    # In float32 every one of these ones would be lost.
+    # In float32 each of the 1000 ones would be lost.
     x = f32([2.0**24, *[1.0] * 1000, -(2.0**24)])
     assert ops(lambda xp, x: xp.sum(x), x) == 1000
     x = mixed(50_000, special=False)
@@ -1089,7 +1089,7 @@ def test_sort(ops):
     assert found.tolist() == [sorted(row) for row in x[:1000].reshape(50, 20).tolist()]
 
 
-@pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # a few are searched individually, many in a sorted array
+@pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # a few ranks are searched one by one, many in a sorted array
 def test_ranked(ops, many):
     x, ranks = mixed(special=False), np.sort(np.random.default_rng(2).permutation(N)[:many]).astype(np.int32)
     x[:2] = INF, -INF
@@ -1322,7 +1322,7 @@ def test_choose(ops):
 @pytest.mark.parametrize("many", [1, 2, 3, 63, 64, 255, 5000])
 def test_searchsorted(ops, n, many):
     bounds, x = f32(sorted(mixed(many, special=False))) if many > 1 else f32([0.5]), mixed(n, special=False)
-    x[: min(n, many)] = bounds[:n]  # what equals a bound is not above it
+    x[: min(n, many)] = bounds[:n]  # an element that equals a bound is not above it
     x[-2:] = INF, -INF
     found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
     assert found.dtype == np.int32

@@ -65,7 +65,7 @@ class Asks(Bad):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder as an installer leaves it: the example's method, and others that misbehave."""
+    """A folder as an installer leaves it: the example's method, and methods that misbehave."""
     found = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "examples" / "own_method" / "grace_nearest4.py", found)
     (found / "bad_methods.py").write_text(BAD_METHODS)
@@ -95,7 +95,7 @@ def bench(site, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(bench):
-    """Two methods and one of somebody's own on NumPy, with both allocators."""
+    """Two methods and an installed third-party one on NumPy, with both allocators."""
     return bench(
         "topk", "topk:compress_ratio=0.1", "efsignsgd:block_size=512", "nearest4", "--backend", "numpy", *QUICK
     )
@@ -160,7 +160,7 @@ def test_the_table_shows_both_allocators(measured):
     assert "numpy, 1 thread, n = 10,000" in text
     assert re.search(r"memcpy in µs: as it comes [\d.]+, tuned [\d.]+", text)
     assert re.search(r"nearest4 .*5,628 +4\.5 +[\d.e+]+ / [\d.e+]+ ", text)
-    assert re.search(r"nearest4 .* [\d.e+-]+, [\d.e+-]+ / [\d.e+-]+, [\d.e+-]+", text)  # shares of a copy's rate
+    assert re.search(r"nearest4 .* [\d.e+-]+, [\d.e+-]+ / [\d.e+-]+, [\d.e+-]+", text)  # shares of a copy's throughput
 
 
 def test_all_methods_are_measured_by_default_and_those_that_cannot_be_are_named(site):
@@ -179,7 +179,7 @@ def test_all_methods_are_measured_by_default_and_those_that_cannot_be_are_named(
 @pytest.mark.parametrize("case", plan.everything()[0], ids=lambda case: case.label)
 def test_every_method_can_be_timed(case):
     xp = get_backend("numpy")
-    # A method for matrices sees 120 x 84.
+    # 10,080 elements: a method for matrices sees 120 x 84.
     bench = subjects.Bench(xp, plan.Config("numpy", 1, "asis", 10_080))
     subject = subjects.Ours(case, bench, "eager")
     subject.several(repeated=False)
@@ -255,7 +255,7 @@ def spend(monkeypatch):
 
 
 def clocked(encode, traced=False, events=None):
-    """A subject whose only operation is this one, and its clock."""
+    """A subject with this single operation, and its clock."""
     subject = SimpleNamespace(bytes=0, state_bytes=0, workers=0, note="", refill=lambda: None, release=lambda: None)
     return subject, worker.Clock(subject, [("encode", encode)], lambda: None, traced, events)
 
@@ -322,7 +322,7 @@ def test_cases_for_which_there_is_no_room_are_put_off_to_another_process(monkeyp
 
 @pytest.fixture
 def device(monkeypatch):
-    """PyTorch's CPU tensors, taken for those of a CUDA device: what torch.cuda is asked."""
+    """Makes PyTorch's CPU tensors pass for those of a CUDA device; lists the calls of torch.cuda."""
     asked = []
 
     class Cuda:
@@ -384,7 +384,7 @@ def test_where_there_is_no_device_that_is_said(bench, monkeypatch):
     arguments = ("--backend", "cuda", "--threads", "1,2", "--sizes", "1e4", "--no-memory")
     found, done = bench("topk", *arguments, check=False)
     assert found["records"] == []
-    (reason,) = (each["reason"] for each in found["left_out"])  # of one process: threads are the host's
+    (reason,) = (each["reason"] for each in found["left_out"])  # a single reason: threads concern only the host
     assert reason.endswith("RuntimeError: PyTorch finds no CUDA device here: torch.cuda.is_available() is False")
     assert "no CUDA device" in re.sub(r"\s+", " ", done.stdout)
 
@@ -462,7 +462,7 @@ def test_a_peer_is_measured_in_the_same_run(bench, tmp_path):
     found, done = bench("topk", "--backend", "torch", "--allocator", "asis", "--peer", str(tmp_path), *QUICK)
     by_label = {record["label"]: record for record in found["records"]}
     ours, theirs = by_label["topk:compress_ratio=0.01"], by_label["upstream topk + residual"]
-    assert len(by_label) == 3  # topk once, though it is named and paired; and chunktopk
+    assert len(by_label) == 3  # topk appears once, though it is named and paired; and chunktopk
     assert theirs["bytes"] == ours["bytes"] == 800
     assert theirs["commit"] is None
     ratios = ours["speedup"]["upstream topk + residual"]
@@ -493,7 +493,7 @@ def test_memory_of_a_step_is_told_apart_from_what_is_kept(bench):
     assert extra["none"]["state_bytes"] == 0
     assert extra["topk"]["state_share"] == 1
     assert extra["topk"]["step_bytes"] == extra["topk"]["peak_bytes"] - extra["topk"]["state_bytes"]
-    assert -0.1 <= extra["none"]["step_share"] <= 4  # pages of something else may have gone meanwhile
+    assert -0.1 <= extra["none"]["step_share"] <= 4  # other pages of this process may be freed in the meantime
     assert 0 <= extra["topk"]["step_share"] <= 12
 
 
@@ -510,7 +510,7 @@ def test_targets_are_checked_against_what_was_measured():
         record("topk:compress_ratio=0.01", "flat", "encode", 80.0, speedup=peer),
         record("efsignsgd:block_size=512", "flat", "encode", 61.0),
         record("efsignsgd:block_size=512", "flat", "encode", 17.0, "on", native="avx2"),
-        record("efsignsgd:block_size=4096", "flat", "encode", 17.0, "on"),  # as if they were not built
+        record("efsignsgd:block_size=4096", "flat", "encode", 17.0, "on"),  # as if the kernels were not built
         record("eden:bits=2", "flat", "decode", 16.0, "on", native="avx2"),
     ]
     lines = show.check(results)
@@ -546,7 +546,7 @@ def test_forms_of_a_method_are_measured_beside_each_other(monkeypatch):
     assert [case.how for case in cases] == ["native", "plain"] * 2
     assert len({case.label for case in cases}) == 4
     xp, config = get_backend("torch"), plan.Config("torch", 1, "asis", 10_000)
-    monkeypatch.setenv("GRACE_KERNELS", "off")  # set by each case, and as it was afterwards
+    monkeypatch.setenv("GRACE_KERNELS", "off")  # each case changes this variable, and restores it
     bench = Bench(xp, config)
     plain = Ours(cases[1], bench, "eager")
     plain.refill()

@@ -25,7 +25,7 @@ def decoded(compressor, x, step=0):
 
 
 def error(compressor, x, step=0):
-    """|x - x̂|² / |x|²."""
+    """The relative squared error |x - x̂|² / |x|²."""
     y = x.astype(np.float64)
     return np.sum((y - decoded(compressor, x, step)) ** 2) / np.sum(y**2)
 
@@ -76,7 +76,7 @@ def test_the_variance_of_exponential_dithering_is_within_the_papers(base, s):
     compressor, n = made(compressor="natural_dithering", base=base, s=s), 512
     below = n**0.5 * base ** (1 - s)
     assert compressor.variance(n) <= (base - 1) ** 2 / (4 * base) + below * min(1, below)
-    # Between two levels the first term is reached: at their harmonic mean.
+    # At the harmonic mean of two levels, the first term of the bound is the exact error.
     x = np.full(64, 2 * base / (base + 1) / base, np.float32)
     x[0] = 1
     found = np.mean([np.sum((x - decoded(compressor, x, step)) ** 2) for step in range(400)]) / np.sum(x[1:] ** 2)
@@ -118,7 +118,7 @@ def test_damping_makes_a_contraction(params):
     w = plain.variance(plain.traits.block_size or 256)
     assert compressor.contraction(256) == pytest.approx(1 / (1 + w))
     np.testing.assert_allclose(decoded(compressor, x), decoded(plain, x) / (1 + w), rtol=1e-6)
-    assert np.mean([error(compressor, x, step) for step in range(100)]) < (1 - 1 / (1 + w)) * 1.02  # of as many draws
+    assert np.mean([error(compressor, x, step) for step in range(100)]) < (1 - 1 / (1 + w)) * 1.02  # mean of 100 draws
     assert grace_from_params({"compressor": "damped", **params}, LocalTransport()).method.memory.feedback
 
 
@@ -156,7 +156,7 @@ def test_methods_are_in_their_classes(params, kind):
     d, w = compressor.contraction(n), compressor.variance(n)
     b1, b2, b3 = biased.of_contraction(d) if d is not None else biased.of_variance(w)
     square, product, _ = moments(compressor, x)
-    loose = 1 + 1e-5 if not compressor.traits.unbiased else 1.2  # of as many draws
+    loose = 1 + 1e-5 if not compressor.traits.unbiased else 1.2  # a tolerance for the number of draws
     assert b1.alpha <= square * loose
     assert square <= b1.beta * product * loose
     assert max(b2.gamma, square / b2.beta) <= product * loose
@@ -164,7 +164,7 @@ def test_methods_are_in_their_classes(params, kind):
 
 
 def test_conversions_hold_for_every_compressor():
-    """For any numbers of E|C|² (s) and E<C, x> (p) that satisfy one class, the others are satisfied."""
+    """Any values of E|C|² (s) and E<C, x> (p) that satisfy one class satisfy the others after conversion."""
     rng = np.random.default_rng(0)
     tried = 0
     for _ in range(20_000):

@@ -1,4 +1,4 @@
-"""scripts/build_horovod.py: its rules for mending the sources, and the key of its cache. Nothing is built here."""
+"""scripts/build_horovod.py: the rules that patch the sources, and the key of the cache. Nothing is built here."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ spec = importlib.util.spec_from_file_location("build_horovod", SCRIPT)
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 
-# What each rule is for, on made-up text: (file, before, after).
+# Examples for each rule: (file, text before, text after).
 CASES = [
     ("CMakeLists.txt", "project(p)\nset(CMAKE_CXX_STANDARD 14)\n", "project(p)\nset(CMAKE_CXX_STANDARD 17)\n"),
     (

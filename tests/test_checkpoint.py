@@ -67,7 +67,7 @@ def saved(graces, folder):
 def loaded(params, size, folder):
     graces = made(params, size)
     for grace in graces:
-        grace.transport.exchange = lambda text: [text]  # one thread: nobody else is there to answer
+        grace.transport.exchange = lambda text: [text]  # a single thread: no other worker would answer
     return graces, [checkpoint.load(grace, folder) for grace in graces]
 
 
@@ -88,7 +88,7 @@ def test_every_backends_state_comes_back(xp, tmp_path):
     grace.step({"a": xp.asarray(np.random.default_rng(0).standard_normal((40, 50)), "float32")})
     checkpoint.save(grace, tmp_path)
     other = grace_from_params({"compressor": "topk", "min_numel": 0}, "local")
-    checkpoint.load(other, tmp_path)  # before its tensors are known
+    checkpoint.load(other, tmp_path)  # load before the tensors are known
     other.build({"a": xp.zeros((40, 50))})
     assert other.state_dict()["step"] == 1
     assert other.report().steps == 0, "what another object sent is not in its bytes either"
@@ -186,7 +186,7 @@ def test_workers_that_loaded_different_steps_all_raise_when_they_are_built(tmp_p
 
 # -- another number of workers -----------------------------------------------------------------------------------------
 def sums(graces):
-    """The invariants of each tensor's state over all workers, by the rule of its key."""
+    """The sums over all workers that a change of their number must keep, by each key's rule."""
     totals = {}
     for grace in graces:
         state = grace.state_dict()
@@ -208,7 +208,7 @@ def sums(graces):
 
 
 def check_kept(old, new, before, after):
-    """Nothing of ``old`` is lost in ``new``, even if one uses one round and the other two."""
+    """Assert that ``new`` holds all of ``old``, even if one exchanges in one round and the other in two."""
     cut = {unit for unit, _ in set(old) ^ set(new)}
     old, new = in_gradients(old, cut, before), in_gradients(new, cut, after)
     assert set(new) == set(old)
@@ -217,7 +217,7 @@ def check_kept(old, new, before, after):
 
 
 def in_gradients(totals, cut, workers):
-    """Of the units in ``cut``, residuals of both compressions in the sum of all gradients, and means of the first."""
+    """For the units in ``cut``: residuals of both compressions in units of the summed gradients, means of the first."""
     found = {}
     for (unit, key), total in totals.items():
         server, field = key.startswith("server/"), key.rpartition("/")[2]
@@ -252,7 +252,7 @@ def test_nothing_is_lost_when_the_number_of_workers_changes(name, sizes, tmp_pat
 
 
 def reset(name, graces, size, gone):
-    """Graces of a world of another size: surviving old ones, then new ones."""
+    """Reset Graces to a world of another size: first the surviving ones, then new ones."""
     left = [grace for grace in graces if grace.rank not in gone]
     states, world = [grace.state_dict() for grace in left], World(size)
     left = [*left[:size], *made(METHODS[name], size)[len(left) :]]
@@ -284,7 +284,7 @@ def test_a_worker_that_alone_is_left_shares_with_a_new_one():
     graces = made(METHODS["topk"], 2)
     train(graces, 3)
     old = sums(graces[:1])
-    new = sums(reset("topk", graces, 2, (1,)))  # its rank and their number are what they were
+    new = sums(reset("topk", graces, 2, (1,)))  # worker 0 keeps its rank, and the number of workers is the same
     for key in old:
         np.testing.assert_allclose(new[key], old[key], atol=1e-5)
 
@@ -314,7 +314,7 @@ def test_trackers_of_the_mean_stay_true(name, gone, size):
     graces = made(METHODS[name], 3)
     train(graces, 4)
     track = {"ef21": "memory/estimate", "diana": "memory/shift"}[name]
-    for steps in range(3):  # at once, and as training goes on
+    for steps in range(3):  # directly after the reset, and after further steps
         if steps == 0:
             graces = reset(name, graces, size, gone)
         else:
@@ -352,7 +352,7 @@ def test_a_reset_that_cannot_be_changes_nothing():
 
 
 class Joining(LocalTransport):
-    """A transport over which workers may come later; tells what it exchanged."""
+    """A transport that workers may join later; it records what it exchanges."""
 
     elastic = True
 
@@ -384,7 +384,7 @@ def test_where_workers_join_nothing_is_said_before_they_meet():
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_what_is_not_declared_is_the_same_on_all_workers():
-    """A law of memories and compressors: without it, other workers would get one worker's own numbers."""
+    """A law of memories and compressors: new workers get copies of one worker's state where no rule is declared."""
     tried = set()
     for name in [*compressors, *memories]:
         params = {"compressor": name} if name in compressors else {"compressor": "topk", "memory": name}
@@ -476,7 +476,7 @@ def test_older_files_go_but_a_whole_checkpoint_stays(tmp_path):
         saved(graces, tmp_path)
         assert checkpoint.steps(tmp_path) == [max(1, step), step + 1][-(step + 1) :]
     train(graces, 1, 5)
-    checkpoint.save(graces[0], tmp_path)  # the other worker dies before it has saved
+    checkpoint.save(graces[0], tmp_path)  # as if the other worker had died before saving
     assert checkpoint.steps(tmp_path) == [5]
     checkpoint.save(graces[0], tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"must be 0 .* or at least 2"):
@@ -491,7 +491,7 @@ def test_workers_may_remove_old_files_at_once(tmp_path, monkeypatch):
     train(graces, 1, 2)
     listed = checkpoint._listed
 
-    def interrupted(folder):  # the other worker saves, and removes, while this one looks
+    def interrupted(folder):  # the other worker saves, and removes old files, while this one reads
         found = listed(folder)
         if folder.name == "step-000000001" and any(each.name.startswith("worker-00001") for each in found):
             monkeypatch.setattr(checkpoint, "_listed", listed)
@@ -509,7 +509,7 @@ def test_what_a_killed_worker_had_begun_goes_with_the_rest(tmp_path):
     graces = made(METHODS["topk"], 2)
     for step in range(4):
         train(graces, 1, step)
-        if step == 1:  # killed in the middle of its file: the step is whole on no worker
+        if step == 1:  # killed while writing: no worker has a complete file of this step
             here = tmp_path / "step-000000002"
             here.mkdir()
             for rank in range(2):

@@ -91,7 +91,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def idle(monkeypatch):
-    """Any measurement or training is an error."""
+    """Make any measurement or training an error."""
 
     def works(*_, **__):
         raise AssertionError("it works before it looks at what it was given")
@@ -107,7 +107,7 @@ def run(*words, columns=200):
 
 
 def said(done):
-    """What was printed, as one line."""
+    """The printed output in one line, without frames."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
 
 
@@ -148,7 +148,7 @@ READ = {"cluster_file", "costs", "peer", "data"}
 
 
 def options(kind):
-    """All options of a type: the words of their command, and how they are written."""
+    """All options of a type: the words of their command, and their spelling."""
     for words, function in commands():
         for name, hint in get_type_hints(function, include_extras=True).items():
             base, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -505,7 +505,7 @@ def test_json_alone_is_printed(files, monkeypatch):
     monkeypatch.setattr("grace_bench.sidco.measure", lambda *_: None)
     for words in (("bench", "kernels", "topk"), ("bench", "sidco")):
         assert json.loads(run(*words, "--json").stdout)["format"] == 1
-        old = run(*words, "--json", "old.json")  # as it was written before
+        old = run(*words, "--json", "old.json")  # the older form, with a file name after --json
         assert "--output old.json" in old.output
         assert json.loads((files / "old.json").read_text())["format"] == 1
         (files / "old.json").unlink()

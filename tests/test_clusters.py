@@ -1,4 +1,4 @@
-"""Clusters and troubleshooting: launchers start what the pages show, and messages are those of the source."""
+"""Clusters and troubleshooting: launchers work as the pages show, and quoted messages are in the source."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ def blocks(page, language):
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------
 def text_of(node):
-    """A string of the source, with a mark for each value that is put into it."""
+    """A string of the source, with "…" in place of each inserted value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -84,7 +84,7 @@ GRACE = """
 import grace
 grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0})
 """
-# The same processes again, as if mpirun had started them: each of four on one machine.
+# Run in the same processes as if mpirun had started them: all four on one machine.
 AGAIN = """
 import os
 rank = os.environ["SLURM_PROCID"]
@@ -95,7 +95,7 @@ os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_
 os.environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": os.environ["MPI_JOB"]}
 grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0}, grace.init())
 """
-# And `grace doctor --cluster` in them, with one local rank twice.
+# Then run `grace doctor --cluster` in them; one local rank occurs twice.
 DOCTOR = """
 for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(key, None)
@@ -108,7 +108,7 @@ print(f"doctor ended with {done.exit_code}: {done.output}")
 
 
 def free_job():
-    """An ID of a job whose port nobody listens on."""
+    """A job ID whose port is free."""
     while True:
         job = random.randrange(20000)
         with socket.socket() as place, suppress(OSError):

@@ -31,7 +31,7 @@ ROUNDED = {"demo", "thc"}
 
 
 def entries():
-    """The calls of each method of the table."""
+    """The functions of each method in the table."""
     return {kind: calls for family in FAMILIES for kind, calls in table(family).items()}
 
 
@@ -83,7 +83,7 @@ def made(row):
 
 
 def fitting(compressor):
-    """Memories that suit a compressor."""
+    """The memories that may be combined with a compressor."""
     found = [NoMemory(), Momentum()]
     if not (compressor.traits.majority_vote or compressor.traits.internal_feedback):
         found += [Residual(), Residual(beta=0.5), DecoupledMomentum(), LowPass()]
@@ -120,7 +120,7 @@ def assert_equal(found, expected, rounded, label):
             assert len(mine) == len(plain), f"{label}: {kind}"
             for a, b in zip(mine, plain, strict=True):
                 if a.dtype == np.float32:
-                    # sums are of float64 numbers, in any order; a QR of small columns enlarges them
+                    # float64 sums may be in another order; the QR of small columns amplifies the difference
                     largest = abs(b).max(initial=0)
                     rtol, atol = (1e-3, 1e-4 * largest) if rounded else (1e-6, 4e-6 * largest)
                     np.testing.assert_allclose(a, b, rtol, atol, err_msg=f"{label}: {kind}")

@@ -23,7 +23,7 @@ def params_of(name):
 
 
 def train(params, gradients, start, steps, lr):
-    """Gradient descent on what the workers agree on; yields the parameters after each step."""
+    """Gradient descent with the exchanged means; yields the parameters after each step."""
     graces, x = workers(params, SIZE), {name: array.copy() for name, array in start.items()}
     for grace in graces:
         grace.build(x)
@@ -36,7 +36,7 @@ def train(params, gradients, start, steps, lr):
 # -- a quadratic ---------------------------------------------------------------------------------------------------
 @functools.cache
 def quadratic():
-    """f_i(x) = (x - b_i)ᵀ A_i (x - b_i) / 2 of 20 x 10 parameters, condition 100, other minima on other workers."""
+    """f_i(x) = (x - b_i)ᵀ A_i (x - b_i) / 2 of 20 x 10 parameters, condition 100; minima differ between workers."""
     rng = np.random.default_rng(0)
     n = 200
     basis = np.linalg.qr(rng.standard_normal((n, n)))[0]
@@ -84,7 +84,7 @@ def test_every_method_comes_down_a_quadratic(name):
 @pytest.mark.parametrize("name", sorted(set(memories) - {"none", "momentum", "diana", "onebit_adam", "decoupled"}))
 def test_every_feedback_comes_down_a_quadratic(name):
     loss, gradients, start = quadratic()
-    lr = 0.05 if name == "dgc" else 0.5  # its momentum makes larger steps of the same learning rate
+    lr = 0.05 if name == "dgc" else 0.5  # dgc's momentum makes larger steps at the same learning rate
     *_, x = train({**params_of("topk"), "memory": name}, gradients, start, 4 * DENSE, lambda _: lr)
     assert loss(x) <= 0.1 * loss(start)
 
@@ -98,7 +98,7 @@ def test_steps_of_one_size_descend_at_a_decaying_rate(name):
 
 # -- negative controls: what must fail without its memory ----------------------------------------------------------
 def three_workers(memory):
-    """Top-1 on f_i(x) = <a_i, x>² + |x|² / 4: each worker's largest element leads away from the minimum, 0."""
+    """Top-1 on f_i(x) = <a_i, x>² + |x|² / 4: each worker's largest element points away from the common minimum, 0."""
     a = np.array([[-3, 2, 2], [2, -3, 2], [2, 2, -3]], np.float64)
     graces, x = workers({"compressor": "topk", "compress_ratio": 0.34, "memory": memory, **SMALL}, 3), np.ones(3)
     for grace in graces:
@@ -120,7 +120,7 @@ def test_topk_needs_its_memory():
 
 
 def rare_and_large(compressor):
-    """Where x ends in [-1, 1], the gradient being 4 once in four steps, else -1: its mean, 0.25, leads to -1."""
+    """The final x in [-1, 1]. The gradient is 4 in one step of four, else -1: its mean, 0.25, drives x to -1."""
     (grace,), x, places = workers({"compressor": compressor, **SMALL}, 1), np.zeros(1), []
     grace.build({"w": x.astype(np.float32)})
     rng = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Kernels of the cosine transform of chunks, each instruction set of this machine, against method `demo`.
 
-They add up in another order: values may differ in their last bits, and of coefficients that are about as large either
-may be sent.
+Kernels add in another order, so values may differ in their last bits. Where coefficients are almost equally large,
+either one may be sent.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ CASES = [
     (DeMo(chunk=128, chunk_k=33), (200, 300)),
     (DeMo(chunk=256, chunk_k=99), (300, 256)),
     (DeMo(chunk=255, chunk_k=3), (256, 300)),
-    (DeMo(), (512, 640)),  # enough for two threads
+    (DeMo(), (512, 640)),  # large enough for two threads
     (DeMo(), (300_005,)),
 ]
 EACH = loop("compressor, shape", CASES)
@@ -50,7 +50,7 @@ def size_of(shape):
 
 
 def near(found, expected, scale, factor=1e-5):
-    """Equal but for rounding; and where one is not finite, neither is the other."""
+    """Assert equality up to rounding, and that the same elements are finite."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.dtype == expected.dtype == np.float32
     finite = np.isfinite(expected)
@@ -59,7 +59,7 @@ def near(found, expected, scale, factor=1e-5):
 
 
 def coefficients(compressor, v, ctx):
-    """float64[m, width], each chunk's; and the largest number there is, or what the smallest floats are rounded to."""
+    """float64[m, width], the coefficients of each chunk; and their largest magnitude, at least 1e-37."""
     a, b, rows, columns = compressor.sizes(ctx)
     down, across = -(-a // rows), -(-b // columns)
     wide = np.zeros((down * rows, across * columns))
@@ -70,7 +70,7 @@ def coefficients(compressor, v, ctx):
 
 
 def check_payload(compressor, payload, v, ctx):
-    """Lengths, dtypes, ascending places, right values, and none left out that is clearly larger than one sent."""
+    """Check lengths, dtypes, ascending positions and values, and that no clearly larger coefficient was left out."""
     exact, largest = coefficients(compressor, v, ctx)
     m, width = exact.shape
     k, above = min(compressor.chunk_k, width), max(0, (width - 1).bit_length() - 8)
@@ -81,7 +81,7 @@ def check_payload(compressor, payload, v, ctx):
     ]
     places = indices.widen(Plain(), tuple(np.array(each) for each in payload[1:]), width, m * k).reshape(m, k)
     for mine, again in zip(payload[1:], indices.narrow(Plain(), places.reshape(-1), width), strict=True):
-        equal(mine, again)  # what fills the last byte up is zero, too
+        equal(mine, again)  # also checks that padding bits are zero
     assert (np.diff(places, axis=1) > 0).all()
     sent = np.take_along_axis(exact, places, 1)
     values = np.asarray(payload[0], np.float64).reshape(m, k)
@@ -128,13 +128,13 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
 def test_means_are_those_of_the_compressor_but_for_rounding(lib, compressor, shape):
     n, plain = size_of(shape), context(Plain(), shape)
     for workers in (1, 3, 4):
-        # Some send the same places, which may be few or all.
+        # Some workers send the same positions, which may be few or all of them.
         vectors = [vector(n, w // 2, "normal") * np.float32(1 + w) for w in range(workers)]
         payloads = [compressor.compress(each, {}, plain)[0] for each in vectors]
         scale = max(coefficients(compressor, each, plain)[1] for each in vectors)
         for each in (compressor, replace(compressor, average="senders"), replace(compressor, sign=True)):
             expected = each.aggregate(payloads, plain)
-            out = Memory(n, np.float32, 0 if workers == 3 else 4)  # those of whole lines are written past the caches
+            out = Memory(n, np.float32, 0 if workers == 3 else 4)  # aligned results are written with streaming stores
             found = native_mean(each, moved(payloads), out.array, context(Guarded(lib), shape))
             if each.sign and workers == 1:
                 assert found is None
@@ -161,7 +161,7 @@ def test_a_residual_is_what_a_payload_does_not_carry(lib, compressor, shape):
 
 
 def sent(lib, shape, x, residual, out, threads=1):
-    """The payload of (chunks of 64, 32 of each) that the library itself makes."""
+    """The library's own payload, with 32 coefficients of each chunk of 64 x 64."""
     a, b = shape
     m = -(-a // 64) * -(-b // 64) * 32
     payload = Memory(m, np.float32, 4), Memory(m, np.uint8, 1), Memory(packed_size(4, m), np.uint8, 3)
@@ -187,7 +187,7 @@ def test_what_is_left_may_lie_anywhere(lib, shape, odd):
     for others in found[1:]:
         for one, other in zip(others, found[0], strict=False):
             equal(one, other)
-    # What is left of x alone, too.
+    # The residual of x alone, too.
     x, own = Memory.of(vector(n), 4), Memory(n, np.float32, odd)
     payload = [Memory.of(each, 4 if each.dtype == np.float32 else 1) for each in found[0][:3]]
     for out in (own, x):
@@ -249,7 +249,7 @@ def test_of_equal_coefficients_the_first_are_sent(lib, shape):
 @loop("k", [1, 32, 200, 3000])
 @QUIET
 def test_coefficients_that_lie_unevenly(lib, kind, k):
-    # Chunks whose coefficients are given; the next chunk's are far larger, or far smaller.
+    # Chunks with given coefficients; the next chunk's are far larger, or far smaller.
     rng, chosen = np.random.default_rng(2), np.zeros((6, 64, 64))
     if kind == "one row":
         chosen[:, 3] = rng.normal(size=(6, 64))
@@ -311,7 +311,7 @@ def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):
     values, low, high = (each.copy() for each in good)
     width = chunk**2
     places = indices.widen(Plain(), (low, high), width, len(low))
-    at = len(places) // 3 // 2 * 3  # a chunk in the midst
+    at = len(places) // 3 // 2 * 3  # at the start of a chunk in the middle
     if wrong == "order":
         places[at : at + 2] = places[at + 1], places[at]
     if wrong == "twice":

@@ -1,4 +1,4 @@
-"""The demo: two real workers train, every figure follows from what was measured, and missed targets are told."""
+"""The demo: two real workers train, all figures follow from measurements, and missed targets are reported."""
 
 import copy
 import json
@@ -84,7 +84,7 @@ def test_each_missed_target_is_told(demo, method, change, told):
 
 
 def commands(target):
-    """What make would run for a target, from nothing."""
+    """The commands that make would run for a target, with nothing built before."""
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     done = subprocess.run(["make", "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True)

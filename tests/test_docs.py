@@ -87,7 +87,7 @@ def scripts():
     for page in (page for page in PAGES if page not in GENERATED):
         for number, part in enumerate(page.read_text().split("<!-- fresh -->")):
             code = "\n".join(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE))
-            if page.stem in TO_COPY and "grc = " in code and "fully_shard" not in code:  # which alone sends nothing
+            if page.stem in TO_COPY and "grc = " in code and "fully_shard" not in code:  # fully_shard sends nothing
                 code += "\nassert grc.report().ratio > 2, grc.report()\n"
             if code:
                 yield pytest.param(code, id=f"{page.stem}-{number}")
@@ -132,8 +132,8 @@ def test_a_script_compresses_on_two_workers_and_one_of_them_speaks(page, of, lin
 def test_code_fits_a_narrow_window():
     for page in {*PAGES, *GENERATED}:
         for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-            columns = 88 if kind == "python" else 112  # what docs/extra.css leaves beside two columns of links
-            if block.startswith("@register"):  # a method as it is in the source
+            columns = 88 if kind == "python" else 112  # the width beside two columns of links, see docs/extra.css
+            if block.startswith("@register"):  # a method copied from the source
                 columns = 120
             assert [line for line in block.splitlines() if len(line) > columns] == [], page
 
@@ -223,7 +223,7 @@ def test_the_choice_of_methods_is_that_of_the_stored_results():
     stored = [*folder.glob("tasks-*.json"), *folder.glob("*-workers.json")]
     assert len(stored) == 2
     rows = [row for file in stored for row in json.loads(file.read_text())["results"]]
-    rows = [row for row in rows if not row["method"].startswith(("auto", "localsgd"))]  # which are not recommended here
+    rows = [row for row in rows if not row["method"].startswith(("auto", "localsgd"))]  # not recommended on this page
     cells = {(*(row[key] for key in CELL), row["bandwidth"], row["method"]): row for row in rows}
     methods = {row["method"] for row in rows}
     shares, out = {}, set()
@@ -239,7 +239,7 @@ def test_the_choice_of_methods_is_that_of_the_stored_results():
     assert first in RECOMMENDED
     assert json.dumps(first) in (ROOT / "README.md").read_text()
     page = (ROOT / "docs" / "choose.md").read_text()
-    for method in methods:  # none is dropped, and those that fail are marked
+    for method in methods:  # the page has every method, and marks those that fail
         (line,) = (each for each in page.splitlines() if each.startswith(f"| `{method}` |") and "of 4" in each)
         assert ("**" in line) == (method in out), line
 
@@ -289,7 +289,7 @@ def test_the_lines_of_the_picture_pass_through_what_was_measured(monkeypatch):
 
 
 def public(path):
-    """What a module's __all__ names, read without importing its toolkit."""
+    """The names in a module's __all__, read without importing its toolkit."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return {name for name in ast.literal_eval(node.value) if not name.startswith("_")}

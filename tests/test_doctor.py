@@ -173,7 +173,7 @@ def test_methods_lists_the_registry():
     for entries in listed.values():
         assert all(entry["summary"] for entry in entries)
     assert all(entry["citation"] for entry in listed["compressors"] if entry["name"] not in ("none", "fp16", "bf16"))
-    # Upstream's names, and at least twenty that it had not.
+    # Upstream's methods are there, and at least twenty more.
     upstream = (
         "none fp16 onebit signsgd signum efsignsgd qsgd terngrad natural u8bit inceptionn randomk topk threshold dgc "
         "adaq sketch powersgd"
@@ -222,7 +222,7 @@ def test_methods_prints_tables_and_single_methods():
     assert "nothing is registered under 'topkk'" in unknown.stderr
 
 
-BITS = {  # by methods' own formulas at 2^20 elements: ratios 0.01 (dgc, sketch_sgd 0.001), rank 4 of 1024 x 1024
+BITS = {  # formulas for 2^20 elements: ratio 0.01 (0.001 for dgc, sketch_sgd), rank 4 of 1024 x 1024
     "none": 32,
     "fp16": 16,
     "bf16": 16,
@@ -268,7 +268,7 @@ def test_measured_bits_are_those_of_the_formulas():
     from grace.cli.catalog import bits
 
     for name, expected in BITS.items():
-        chance = {"dgc": 0.15, "stc": 0.15, "atomo": 0.5}  # of atomo a few vectors are drawn, 4 on average
+        chance = {"dgc": 0.15, "stc": 0.15, "atomo": 0.5}  # atomo draws few vectors, 4 on average
         assert bits(name) == pytest.approx(expected, rel=chance.get(name, 0.02)), name
     for name, low, high in (
         ("3lc", 1.6 / 14, 1.6),

@@ -48,7 +48,7 @@ def test_each_gradient_travels_in_its_own_dtype(xp, params, min_numel):
     kinds = kinds_of(xp)
     given, numbers = gradients(xp, kinds)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if set(params) & {"communicator", "memory"} else "error")  # a gather costs more
+        warnings.simplefilter("ignore" if set(params) & {"communicator", "memory"} else "error")  # a gather may warn
         out = simulate({"compressor": "none", "min_numel": min_numel, **params}, given, backend=xp.name)
     for rank, means in enumerate(out.means):
         for kind in kinds:
@@ -65,8 +65,8 @@ def test_each_gradient_travels_in_its_own_dtype(xp, params, min_numel):
         assert sent == dict.fromkeys(kinds, 1.0)
     if params.get("fuse"):
         assert out.report.bytes_sent == each * sum(KINDS[kind] for kind in kinds)
-    # However it travels, half precision costs half of what float32 costs.
-    if sent and params.get("communicator") != "reducescatter":  # which adds a byte for each row
+    # Half precision takes half the bytes of float32, over every communicator.
+    if sent and params.get("communicator") != "reducescatter":  # reducescatter adds a byte per row
         assert sent["float16"] == sent.get("bfloat16", sent["float16"]) == sent["float32"]
 
 
@@ -98,7 +98,7 @@ def test_real_workers_send_each_gradient_in_its_own_dtype(launcher, kind, tmp_pa
             if communicator != "twostage":
                 assert set(found["sent"].values()) == {1.0}
         if kind == "torch":
-            # As PyTorch's own hooks: the gradient is the mean, and the graph of this worker's pass stays.
+            # As with PyTorch's own hooks: the gradient is the mean, and keeps the graph of this worker's pass.
             exact = 2 * np.linspace(0, 1, 2000, dtype=np.float32) * 2
             np.testing.assert_allclose(worker["twice"]["none"], exact, rtol=1e-6)
             assert all(np.isfinite(g).all() and g.any() for g in worker["twice"].values())

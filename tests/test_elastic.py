@@ -1,4 +1,4 @@
-"""Elastic states in one process: what counts when workers meet, which errors are a lost worker's, what is refused."""
+"""Elastic states in one process: the common commit, the errors that a lost worker causes, and refused arguments."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from grace import elastic, grace_from_params
     "commits, expected",
     [
         ([[[4, 2, 0]], [[4, 2, 1]]], (4, 2)),
-        ([[[4, 2, 0], [8, 2, 0]], [[4, 2, 1]]], (8, 2)),  # worker 0's weights are of its last commit
+        ([[[4, 2, 0], [8, 2, 0]], [[4, 2, 1]]], (8, 2)),  # worker 0 has the weights of its last commit
         ([[[4, 2, 0]], [[4, 2, 1], [8, 2, 1]], []], (4, 2)),
-        ([[[8, 4, 1], [8, 3, 0]], [[4, 4, 2], [8, 4, 2]], [[4, 4, 3], [8, 4, 3]]], (8, 4)),  # who has met, and who not
+        ([[[8, 4, 1], [8, 3, 0]], [[4, 4, 2], [8, 4, 2]], [[4, 4, 3], [8, 4, 3]]], (8, 4)),  # not all have met
         ([[[8, 4, 1], [8, 3, 0]], [[8, 4, 2], [8, 3, 1]], [[8, 3, 2]]], (8, 3)),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_torch_state_goes_back_to_its_commit_and_drops_the_pass_under_way():
     assert torch.equal(net.weight, before)
     assert state.batch == 0
     assert net.weight.grad is None
-    for _ in range(2):  # both passes of a step, not the rest of the one before
+    for _ in range(2):  # two new passes: the interrupted step's pass does not count
         assert grc.report().steps == 0
         net(torch.ones(2, 40)).sum().backward()
     optimizer.step()
@@ -123,7 +123,7 @@ def test_only_errors_of_a_lost_worker_begin_again():
     for error in (
         tf.errors.UnknownError(None, None, "Horovod has been shut down"),
         tf.errors.AbortedError(None, None, "Horovod: a connection was lost"),
-        # What a reduction that was under way says: no word of Horovod.
+        # The error of a reduction in flight does not mention Horovod.
         tf.errors.UnknownError(None, None, "[/tmp/h/gloo/transport/tcp/pair.cc:598] Connection closed by peer"),
         tf.errors.UnknownError(None, None, "ncclCommInitRank failed [[{{node model/grace.bucket0.0.reduce.sum}}]]"),
     ):

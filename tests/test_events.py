@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="batch th
 
 @pytest.fixture
 def waiting():
-    """A thread that waits for an event, and one that sleeps."""
+    """A thread that polls for an event, and one that sleeps."""
     end, (read, write) = threading.Event(), os.pipe()
     poll = select.epoll()
     poll.register(read, select.EPOLLIN)
@@ -56,7 +56,7 @@ def test_threads_that_poll_become_batch_threads_if_that_is_wanted():
     try:
         events.settle()
         assert os.sched_getscheduler(polls.native_id) == os.SCHED_OTHER
-        # A busy machine may not let it wake up often enough to be seen at once.
+        # On a busy machine the thread may not wake up in time for the first check.
         assert any(events.settle(polling=True) for _ in range(20))
         assert os.sched_getscheduler(polls.native_id) == os.SCHED_BATCH
         assert os.sched_getscheduler(sleeps.native_id) == os.SCHED_OTHER
@@ -71,7 +71,7 @@ def test_the_thread_of_gloo_is_one_of_them(tmp_path):
     try:
         transport = get_transport("torch").bind(get_backend("torch"))
         one = loops()
-        transport.among([0])  # of a group of its own, which has a thread of its own
+        transport.among([0])  # a new group has a thread of its own
         two = loops()
         assert 0 < len(one) < len(two)
         assert {os.sched_getscheduler(thread) for thread in two} == {os.SCHED_BATCH}
@@ -88,12 +88,12 @@ def test_gloos_threads_get_the_gil_before_python_refuses_it(monkeypatch):
     try:
         get_transport("torch"), get_transport("torch")
     finally:
-        events.release_at_exit.cache_clear()  # this process needs the real one
+        events.release_at_exit.cache_clear()  # the test replaced it, and this process needs the real one
         dist.destroy_process_group()
-    ((function, *arguments),) = at_exit  # once per process
+    ((function, *arguments),) = at_exit  # registered once per process
     released = []
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # another thread gets the GIL only while this one waits
+    sys.setswitchinterval(100)  # another thread gets the GIL only if this one blocks
     try:
         thread = threading.Thread(target=lambda: (time.sleep(0.001), released.append(True)))
         thread.start()
@@ -113,7 +113,7 @@ def test_the_thread_of_horovod_is_one_of_them():
         "get_transport('horovod').bind(get_backend('torch'))\n"
         "threads = [int(task.name) for task in events.TASKS.iterdir()]\n"
         "batch = [t for t in threads if os.sched_getscheduler(t) == os.SCHED_BATCH]\n"
-        "found, end = set(), time.monotonic() + 10\n"  # it may be at work when it is looked at
+        "found, end = set(), time.monotonic() + 10\n"  # the thread may be running during a check
         "while 'hrtimer_nanosleep' not in found and time.monotonic() < end:\n"
         "    found |= {(events.TASKS / str(t) / 'wchan').read_text() for t in batch}\n"
         "print(sorted(found))\n"
@@ -138,5 +138,5 @@ def test_a_system_that_does_not_tell_is_no_error(waiting, monkeypatch, tmp_path)
     monkeypatch.setattr(events, "TASKS", tmp_path / "nothing")
     assert events.settle() == 0
     (tmp_path / str(waiting[0].native_id)).mkdir()
-    monkeypatch.setattr(events, "TASKS", tmp_path)  # without a file that says where it waits
+    monkeypatch.setattr(events, "TASKS", tmp_path)  # a thread without a file that names its wait channel
     assert events.settle() == 0

@@ -102,7 +102,7 @@ def test_six_methods_in_one_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """What `train` of ray_train.py reported without Ray, and each worker's findings, after worker 1 was killed."""
+    """The reports of `train` in ray_train.py without Ray, and each worker's findings, after worker 1 was killed."""
     out = tmp_path_factory.mktemp("out")
     script = EXAMPLES.parent / "tests" / "workers" / "ray_train.py"
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted workers find the dead ones' addresses

@@ -80,7 +80,7 @@ def assert_same(one, two, products=False):
                 np.testing.assert_array_equal(a, b)
             elif products:
                 assert_close(a, b)
-            else:  # sums are of float64 numbers, but in another order: scales may differ in their last bit
+            else:  # float64 sums may be in another order, so scales may differ in their last bit
                 np.testing.assert_array_max_ulp(a, b, 2)
         for a, b in zip([*state, mean], [*state2, mean2], strict=True):
             assert_close(a, b)
@@ -283,7 +283,7 @@ SWAPPING = [
 
 
 def begun(name, params):
-    """A Grace after one step, its state then, and a second step that has left."""
+    """A Grace after one step, a copy of its state, and a second step whose messages are sent."""
     xp = backend(name)
     grc = grace_from_params({"memory": "residual", **params}, LocalTransport())
     grc.build({"w": xp.zeros((50, 100)), "v": xp.zeros((60, 50))})
@@ -367,7 +367,7 @@ def test_an_error_while_a_bucket_is_prepared_leaves_all_residuals_alone(name, co
     plain, encode = quantisers.CALLS[EFSignSGD], Encoder.encode
 
     def failing(compressor, x, residual, ctx):
-        if ctx.name == "a":  # the last one of the bucket
+        if ctx.name == "a":  # the last tensor of the bucket
             raise RuntimeError("no")
         return plain.encode(compressor, x, residual, ctx)
 
@@ -428,7 +428,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     assert np.array_equal(xp.to_numpy(grc.setup.store.held({})["w"]["memory/residual"].read()), before)
 
 
-PAIRS = [  # of values and positions that no worker can have sent, k being 2
+PAIRS = [  # values and positions that no worker can have sent (k = 2)
     (2, [3, 99], "ascend"),
     (2, [4, 3], "ascend"),
     (2, [3, 3], "ascend"),

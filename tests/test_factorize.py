@@ -1,4 +1,4 @@
-"""Plans, and what all toolkits must share: the same numbers, the same errors, nothing else changed."""
+"""Plans, and properties of all toolkits: equal numbers, equal errors, and no other changes to a model."""
 
 import subprocess
 import sys
@@ -143,7 +143,7 @@ def test_arguments_of_factorize():
         factorize(net, init="qr")
     with pytest.raises(ValueError, match="a plan or settings, not both: rank_ratio"):
         factorize(net, plan=Plan(()), rank_ratio=0.5)
-    model, names = factorize(net)  # the one layer is the first
+    model, names = factorize(net)  # nothing changes: the only layer is the first one, which is kept
     assert model is net
     assert names == {} == defactorize(net)[1]
 

@@ -7,7 +7,7 @@ from grace.factorize import factorize, plan
 
 # name: settings, parameters before and after
 RESNET = {"include": "layer4", "keep_first": 0, "keep_last": False}
-TIED = {"keep_last": False}  # the last layer is the embedding's, which stays as it is
+TIED = {"keep_last": False}  # the last layer shares the embedding's weight, which stays
 COUNTS = {
     "vgg19": ({"keep_first": 9}, 20_560_330, 8_370_634),
     "resnet18": ({"keep_first": ("conv1", "layer1.0"), "exclude": "*shortcut*"}, 11_173_834, 3_336_138),
@@ -98,7 +98,7 @@ def torch_models():
         model["decoder"] = nn.Linear(WIDTH, WORDS)
         model["decoder"].weight = model["encoder"].weight
         for name, p in model["lstm"].named_parameters():
-            p.requires_grad_(not name.startswith("bias_hh"))  # of PyTorch's two biases one would do, as in the paper
+            p.requires_grad_(not name.startswith("bias_hh"))  # PyTorch has two biases; count one, as the paper does
         return model, None
 
     def transformer():
@@ -126,7 +126,7 @@ def torch_models():
 
 
 def keras_models():
-    """Functions that make each model; zeros are quickly made."""
+    """Functions that make each model with zeros as weights, to be fast."""
     import keras
     from keras import layers
 
@@ -190,7 +190,7 @@ def keras_models():
         return keras.Sequential([keras.Input((64, 64, 3)), *parts, pool, dense(1000)])
 
     class Tied(layers.Layer):
-        """Scores of words by the embedding that they have."""
+        """Scores of words by the weight of an embedding."""
 
         def __init__(self, embedding, bias, **kwargs):
             super().__init__(**kwargs)
@@ -258,7 +258,7 @@ def test_torch(name):
         settings = COUNTS[name][0]
         counted = plan(model, example=example, **settings)
         for found, theirs in zip((counted.macs, counted.macs_after), MACS[name], strict=True):
-            # theirs has two decimals, and counts norms, pools and activations too
+            # the authors round to two decimals, and also count norms, pooling and activations
             assert found / 1e9 == pytest.approx(theirs, rel=0.02)
     check(name, model, lambda m: sum(p.numel() for p in m.parameters() if p.requires_grad))
 

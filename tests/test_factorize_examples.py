@@ -1,4 +1,4 @@
-"""The Pufferfish examples under their launchers: fewer parameters, bytes that fall alike, a model that learns."""
+"""The Pufferfish examples under their launchers: fewer parameters, fewer bytes, and a model that learns."""
 
 import json
 import sys

@@ -12,7 +12,7 @@ import grace.tensorflow
 from grace.factorize import WarmUp, defactorize, factorize, load_dense, plan, recalibrate
 from grace.factorize.plan import Matrix
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own, where it reads a variable
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras itself, when it reads a variable
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_dropout_of_an_lstm_is_kept():
 
 
 class Block(layers.Layer):
-    """A layer of layers, as in many models."""
+    """A layer that contains layers."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -198,7 +198,7 @@ def test_layers_inside_layers_change_and_nothing_else_does(make):
     model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     model.fit(x, np.zeros((4, 16, 10)), verbose=0)
     moved = [not np.array_equal(a, b) for a, b in zip(model.get_weights(), weights, strict=True)]
-    assert sum(moved) >= len(model.trainable_variables) - 2  # attention does not feel the key's bias
+    assert sum(moved) >= len(model.trainable_variables) - 2  # attention does not depend on the key's bias
 
 
 def test_a_model_that_shares_layers_changes_too():

@@ -27,7 +27,7 @@ def same(mine, other):
 
 
 def trained(values):
-    """Without BatchNorm's statistics, which are each worker's own."""
+    """The values without BatchNorm's statistics, which differ between workers."""
     return {
         key: value for key, value in values.items() if not any(word in key for word in ("running", "moving", "num_"))
     }
@@ -96,7 +96,7 @@ def test_bytes_fall_as_the_parameters_do(found):
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_a_run_resumed_before_or_after_the_switch_goes_on_bit_for_bit(found, case, name):
     if case.startswith("keras") and name == "powersgd":
-        return  # its names and counts are as with topk, which is tested
+        return  # Keras's names and counts do not depend on the method; topk covers them
     for worker in found:
         whole, straddled, late, due = worker[f"resume {name}"]
         assert same(whole, straddled)
@@ -114,7 +114,7 @@ def test_trouble_on_one_worker_is_raised_on_all(found):
 def test_other_doors_take_part_in_the_switch(found, case):
     key = {"torch over torch": "ddp", "keras over horovod": "tape"}.get(case)
     if key is None:
-        assert not {"ddp", "tape"} & set(found[0])  # those doors belong to the other cases
+        assert not {"ddp", "tape"} & set(found[0])  # the other cases cover these integrations
         return
     (mine, built, steps), (other, _, _) = (worker[key] for worker in found)
     assert same(trained(mine), trained(other))

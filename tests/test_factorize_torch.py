@@ -301,7 +301,7 @@ def test_multiply_adds_are_those_of_the_weights():
     made = plan(model, keep_first=0, keep_last=False, example=(torch.randn(5, 2, 64), torch.randn(3, 2, 64)))
     dense = [layer.macs for layer in made.layers]
     assert dense == [10 * 4 * 4 * 64 * 64, (10 + 6 + 6 + 10) * 64 * 64, 2 * 10 * 64 * 64]
-    assert [layer.macs_after for layer in made.layers] == [macs // 2 for macs in dense]  # 16 (64 + 64) of 64 x 64
+    assert [layer.macs_after for layer in made.layers] == [macs // 2 for macs in dense]  # 16 (64 + 64) is half of 64^2
     assert "MACs" in str(made)
 
 
@@ -342,7 +342,7 @@ def test_a_dense_checkpoint_and_back():
 
 
 class Words(nn.Module):
-    """Of every kind that is factorised."""
+    """A model with every kind of layer that can be factorised."""
 
     def __init__(self):
         super().__init__()
@@ -486,7 +486,7 @@ def test_the_switch_on_one_worker():
 
 
 def test_an_lstms_matrices_may_have_ranks_of_their_own():
-    # The authors' LSTM: a quarter of the input's size for the input matrices, of the hidden size for the others.
+    # Ranks of the authors' LSTM: a quarter of the input size for input matrices, of the hidden size for the others.
     lstm = torch.nn.LSTM(48, 16)
     for settings, ranks in (({"ranks": {"": (12, 4)}}, (12, 4)), ({"keep_first": 0, "keep_last": False}, (4, 4))):
         assert plan(lstm, min_numel=0, **settings).ranks == {"": ranks}

@@ -31,7 +31,7 @@ def test_parameters_of_the_forms():
 @pytest.mark.slow
 @pytest.mark.parametrize("arm, share, points", [("hybrid, warm-up", 0.5, 2.0), ("low rank, warm-up", 0.33, 2.5)])
 def test_accuracy_after_a_warm_up(dense, arm, share, points):
-    # The means of five seeds are held to 1.0 and 1.5 points by the benchmark; one image is 0.22.
+    # The benchmark limits the means of five seeds to 1.0 and 1.5 points; one image is 0.22 points.
     found = train(arm, 0, EPOCHS)
     assert found["parameters"] <= share * dense["parameters"]
     assert 100 * found["accuracy"][-1] >= 100 * dense["accuracy"][-1] - points

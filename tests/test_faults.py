@@ -24,7 +24,7 @@ def load(out, size):
 # -- workers that are together from beginning to end -------------------------------------------------------------------
 @pytest.fixture(scope="module", params=["horovod", "torch"])
 def faults(request, tmp_path_factory):
-    """What two workers found, what they printed, and how long after its last fault the job has ended."""
+    """The findings of two workers, their output, and the seconds between the last fault and the end of the job."""
     out, name = tmp_path_factory.mktemp("faults"), {"torch": "torchrun", "horovod": "horovodrun"}[request.param]
     script = TESTS / "workers" / "faults.py"
     printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", fails=True)
@@ -56,7 +56,7 @@ def test_who_waits_longer_than_the_timeout_raises_and_names_the_message(faults):
     assert kind == "TimeoutError"
     assert re.search(r"worker 0 of 2 has waited 3 s for the others' 'grace\.bucket0(\.of\d+)?\.\d.gather'", message)
     assert 3 <= took < 6
-    if transport == "torch":  # the library gives up too: nobody waits half an hour to end
+    if transport == "torch":  # torch.distributed fails too, so no worker waits for half an hour
         assert found[1]["late"][0] == "ConnectionError"
         assert "worker 1 of 2 has lost another one at" in found[1]["late"][1]
 
@@ -124,7 +124,7 @@ def test_a_link_that_is_cut_for_10_seconds_changes_nothing(tmp_path):
 def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
     name, *rest = launcher("torchrun", 2)
     command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
-    # Otherwise those that begin again find the addresses of those that died (PyTorch's issue 135712).
+    # Otherwise restarted workers find the addresses of dead ones (PyTorch's issue 135712).
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     printed = run(*command, log=tmp_path / "log", **environment)
     assert "exitcode: -9" in printed
@@ -145,14 +145,14 @@ def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 
 
 # -- workers that die and come while the others go on ------------------------------------------------------------------
-# Where a worker dies in the middle of a reduction, Horovod 0.28.1 goes on to its next message on a neighbour, and gloo
-# ends that one's process when it gets the rest of the reduction: docs/reliability.md says so. It did in 3 of 7 runs.
-# Only this is tried again; all else that ends a job is a failure.
+# If a worker dies during a reduction, Horovod 0.28.1 goes on to the next message on a neighbour. gloo then aborts the
+# neighbour's process when the rest of the reduction arrives (docs/reliability.md), as in 3 of 7 runs. Only this failure
+# is retried.
 GLOO_ABORTS = "terminate called after throwing an instance of 'gloo::"
 
 
 def elastic_run(folders, script, *arguments):
-    """What four workers found at the end, and what was printed; one died and another one came."""
+    """The final findings of four workers and their output; one worker died, and another one joined."""
     for attempts_left in (4, 3, 2, 1, 0):
         out = folders.mktemp("elastic")
         try:
@@ -179,7 +179,7 @@ def test_training_goes_on_with_three_workers_and_with_four_again(joined):
             assert other[name][1:] == (history, step)
     workers = [size for _, size, _ in found[0]["interrupted"][1]]
     assert sorted(set(pairwise(workers)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
-    # With a folder of commits what the dead one had is there, unless it died while it wrote; what is not there is said.
+    # A folder of commits has the dead worker's residuals, unless it died while writing; a warning reports their loss.
     gone = "1 of 4 workers are lost, and so are their residuals" in printed
     assert sorted(worker["followed"] for worker in found)[1:] == [[(4, 3 if gone else 4), (3, 3)]] * 3
     assert gone or toolkit == "torch"
@@ -205,7 +205,7 @@ def test_local_training_with_keras_goes_on_with_three_workers_and_with_four_agai
     sizes = [oldest["landings"][epoch][0] for epoch in sorted(oldest["landings"])]
     assert sorted(set(pairwise(sizes)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
     assert sorted(len(worker["followed"]) for worker in found) == [1, 3, 3, 3]
-    for worker in found:  # base and momentum, and after `finish` the models, are equal on all workers
+    for worker in found:  # base, momentum and the model after `finish` are equal on all workers
         assert worker["landings"].items() <= oldest["landings"].items()
         assert worker["accuracy"] == oldest["accuracy"]
     assert oldest["accuracy"] > 0.9

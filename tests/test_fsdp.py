@@ -41,7 +41,7 @@ def gradients(size, row=300, seed=0):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_handed_out_and_what_is_kept_add_up(xp, name):
-    """Over the steps, means plus mean residuals are the mean of all gradients: nothing is lost, in any row."""
+    """Over the steps, means plus mean residuals equal the mean of all gradients, in every row."""
     size, steps = 3, 4
     graces = scattered(name, size)
     for grace in graces:
@@ -96,7 +96,7 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_a_worker_gets_the_mean_of_what_the_others_send_of_its_row(name):
-    graces = scattered(name, 2)  # at the first step there is no residual yet
+    graces = scattered(name, 2)  # the first step has no residual yet
     mine = gradients(2, 320)
     for grace in graces:
         grace.build({"w": mine[0]})
@@ -195,7 +195,7 @@ def test_exact_reductions_equal_fsdps_own(found, ours, theirs, tolerance):
         assert ours not in found[0]
         return
     for worker in found:
-        # Two workers' sums have one order, so they are equal to the bit; of four, Adam enlarges the last bits.
+        # Sums of two workers have one order, so they are bit-identical; with four, Adam amplifies the last bits.
         np.testing.assert_allclose(worker[ours], worker[theirs], atol=0 if len(found) == 2 else tolerance)
     assert found[0]["steps"] == 5
     assert found[0]["accumulated steps"] == 3
@@ -257,7 +257,7 @@ def test_copies_of_shards_are_averaged_compressed(found):
         assert "hybrid topk" not in found[0]
         return
     assert found[0]["hybrid topk steps"] == 5
-    for one, other in ((0, 2), (1, 3)):  # the same shard on two machines
+    for one, other in ((0, 2), (1, 3)):  # pairs of workers that hold the same shard
         assert np.array_equal(found[one]["hybrid topk"], found[other]["hybrid topk"])
     assert not np.array_equal(found[0]["hybrid topk"], found[0]["hybrid none"])
 
@@ -273,7 +273,7 @@ def test_parameters_that_a_step_does_not_use_are_as_in_one_process(found, mode):
 @processes
 @pytest.mark.parametrize("mode", ["unused", "by one", "frozen", "unfrozen", "unfrozen block"])
 def test_with_error_feedback_nothing_is_lost_of_parameters_that_are_not_always_used(found, mode):
-    """The sums of all gradients equal those of what was handed out and what residuals hold."""
+    """The sum of all gradients equals the sum of the means and the residuals."""
     for worker in found:
         assert abs(worker["sparse branches"][mode]["lost"]) < 1e-5
         assert abs(worker["sparse branches"][mode]["exact"]) > 0.1
@@ -345,7 +345,7 @@ def rounded(shard, width=1024):
 
 
 def decoded(value, workers):
-    """A parameter as all workers compute with it: matrices by shards of rows, padded with zeros; vectors exact."""
+    """A parameter as all workers use it: matrices quantised by shards of rows, padded with zeros; vectors exact."""
     if value.ndim < 2:
         return value
     rows = -(-len(value) // workers)
@@ -422,7 +422,7 @@ def test_bytes_of_parameters_are_those_of_the_formula(found):
         shards = [math.prod([-(-shape[0] // 2), *shape[1:]]) for shape in found[0]["shapes"][row["name"]]]
         matrices = [len(shape) > 1 for shape in found[0]["shapes"][row["name"]]]
         each = sum(n + 4 * math.ceil(n / 1024) if matrix else 4 * n for n, matrix in zip(shards, matrices, strict=True))
-        gathers = steps * (1 if row["name"] == "(root)" else 2)  # FSDP keeps the root's between the passes
+        gathers = steps * (1 if row["name"] == "(root)" else 2)  # the root is gathered once for both passes
         assert (row["bytes_sent"], row["bytes_dense"]) == (each * gathers, 4 * sum(shards) * gathers)
         assert row["shape"] == (2, sum(shards))
     assert "parameters: blockint | per step" in text

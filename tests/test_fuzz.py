@@ -33,7 +33,7 @@ def checked(chosen, count):
 def test_no_payload_and_no_message_does_harm(name):
     backend(name)
     found = checked(targets((name,))[: -len(LOADERS)], EACH // (2 if name == "tensorflow" else 1))
-    for each in found:  # a target that refuses all, or nothing, would say little
+    for each in found:  # each target must reject some inputs, and accept others
         assert each.refused > 0, each.target
     assert sum(each.harmless for each in found) > len(found)
 
@@ -89,7 +89,7 @@ def test_an_input_that_kills_or_holds_a_process_costs_that_input_alone():
 
 
 class Careless(Payloads):
-    """Writes one element beyond the result."""
+    """A decoder that writes one element beyond the result."""
 
     def __init__(self):
         super().__init__(next(row for row in ROWS if row.name == "topk"), "numpy", 300)
@@ -113,7 +113,7 @@ def test_what_is_written_outside_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("broken", ["lengths", "positions", "messages"])
 def test_a_check_that_is_taken_away_is_missed(broken, monkeypatch):
-    """Disables each kind of check: the fuzz then fails."""
+    """The fuzzer fails when a kind of check is disabled."""
     from grace.backends.numpy import NumpyBackend
     from grace.compressors import efsignsgd
     from grace.transports.packer import Packer

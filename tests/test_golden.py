@@ -19,7 +19,7 @@ from grace.transports.local import LocalTransport
 
 
 class RawRng(Rng):
-    """The stream of keys (1, 2), whatever its name."""
+    """The stream of keys (1, 2), for any name."""
 
     def __init__(self, xp, offset):
         self._xp, self.keys, self.table, self.offset = xp, (1, 2), (1, 2), offset
@@ -46,12 +46,12 @@ GOLDEN = [row for row in ROWS if row.golden]
 
 
 def test_every_method_has_golden_bytes():
-    # The factors of matrices are unique up to signs; a cosine transform is not the same in its last bit everywhere.
+    # Excluded: factors of matrices are unique only up to signs, and the cosine transform's last bits vary.
     assert {row.name for row in GOLDEN} | {"powersgd", "acpsgd", "gradzip", "atomo", "demo", "dion"} == set(compressors)
 
 
 def test_golden_coefficients_of_demo(xp):
-    # Two chunks of four: the transforms of the halves of X have their largest coefficients at 2, 3 and at 0, 3.
+    # Two chunks of four: the transformed halves of X have their largest coefficients at 2, 3 and at 0, 3.
     _, _, payload = sent(xp, {"compressor": "demo", "chunk": 4, "chunk_k": 2})
     values, places = host(xp, payload)
     np.testing.assert_allclose(values, [0.625, 0.95190088, 1.3125, -2.23624591], rtol=1e-6)
@@ -64,7 +64,7 @@ def test_golden_factors_of_low_rank(xp):
         _, _, payload = sent(xp, {"compressor": name, "compress_rank": 1, "min_rate": 0.5}, shape=(2, 4))
         assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [(s, "float32") for s in expected]
     _, _, payload = sent(xp, {"compressor": "atomo", "compress_rank": 2, "min_rate": 0.5}, shape=(2, 4))
-    values, left, right = host(xp, payload)  # rank 2 of 2: every singular value, for certain
+    values, left, right = host(xp, payload)  # rank 2 of 2: every singular value is drawn with probability 1
     assert [array.shape for array in (values, left, right)] == [(2,), (2, 2), (2, 4)]
     np.testing.assert_allclose(values, np.linalg.svd(X.reshape(2, 4), compute_uv=False), rtol=1e-6)
 
@@ -75,7 +75,7 @@ def test_golden_update_of_dion(xp):
         ((2, 1), "float32"),
         ((1, 4), "float32"),
     ]
-    # One direction of norm sqrt(2 / 4): p is M q of norm 1, and the update p (pᵀ M of norm 1) of that norm.
+    # One direction: p is M q with norm 1; the update p r, with r = pᵀ M scaled to norm 1, is scaled to sqrt(2 / 4).
     m, q = X.reshape(2, 4).astype(np.float64), host(xp, [compressor.init(ctx)["q"]])[0].astype(np.float64)
     p = m @ q.T / np.linalg.norm(m @ q.T)
     r = p.T @ m
@@ -101,18 +101,18 @@ def test_golden_errors(xp):
 
 
 def test_golden_rounding_of_bf16(xp):
-    # 1 + 2**-8 lies half-way: to even; and at random, up where the lower half of the word exceeds 0x8000 - 1.
+    # 1 + 2**-8 lies half-way: to nearest rounds to even; at random rounds up if the word's lower half exceeds 0x7fff.
     x = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8, 1 + 2**-8, 1 + 2**-8, 1 + 2**-8, np.inf], np.float32)
     _, _, payload = sent(xp, {"compressor": "bf16"}, x)
     assert host(xp, payload)[0].view("<u2").tolist() == [0x3F80, 0x3F82, 0xBF80, *[0x3F80] * 4, 0x7F80]
     _, _, payload = sent(xp, {"compressor": "bf16", "rounding": "stochastic"}, x)
-    # Lower halves: cc10 7ab1 d57f fcec 1ed0 f794 c686.
+    # Lower halves of the words: cc10 7ab1 d57f fcec 1ed0 f794 c686.
     expected = [0x3F81, 0x3F81, 0xBF81, 0x3F81, 0x3F80, 0x3F81, 0x3F81, 0x7F80]
     assert host(xp, payload)[0].view("<u2").tolist() == expected
 
 
 def test_golden_powersgd(xp):
-    # Q begins as normal numbers of the stream; P is its orthonormal image, and the result a projection.
+    # Q starts with normal random numbers; P is the orthonormalised product, and the result a projection.
     params = {"compressor": "powersgd", "compress_rank": 1, "min_rate": 0.5}
     compressor, ctx, payload = sent(xp, params, shape=(2, 4))
     assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [
@@ -153,7 +153,7 @@ def test_golden_state(xp, params, expected):
     assert (state["format"], state["rank"], state["world_size"], state["step"]) == (2, 0, 2, 1)
     found = {key: tuple(array.shape) for arrays in state["tensors"].values() for key, array in arrays.items()}
     assert found == expected
-    del state["strategies"]  # as before plans were made anew
+    del state["strategies"]  # as in states of older versions
     graces[0].load_state_dict(state)
 
 
@@ -162,7 +162,7 @@ POSITIONS = [56, 254, 258, 649, 666]
 
 
 def test_golden_stream_of_a_named_tensor():
-    # The keys of a real stream, through every layer: seed 0, label "round", tensor "layer1.weight", step 5, worker 3.
+    # A stream derived as in training: seed 0, label "round", tensor "layer1.weight", step 5, worker 3.
     xp = backend("numpy")
     ctx = context(xp, 8, name="layer1.weight", rank=3, step=5)
     assert ctx.rng("round").bits(3).view(np.uint32).tolist() == STREAM

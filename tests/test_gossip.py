@@ -43,7 +43,7 @@ def test_topologies():
     assert edges("ring", 1) == edges("torus", 1) == edges("complete", 1) == []
     assert edges("complete", 4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert edges("torus", 6) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 4), (2, 5), (3, 4), (3, 5), (4, 5)]
-    assert edges("torus", 7) == edges("ring", 7)  # no grid but a row
+    assert edges("torus", 7) == edges("ring", 7)  # 7 workers form no grid, only a ring
     assert edges([(2, 1), (1, 0), (1, 2)], 3) == [(0, 1), (1, 2)]
     assert all(len(neighbours("torus", 12, rank)) == 4 for rank in range(12))
 
@@ -122,7 +122,7 @@ def test_the_sum_over_workers_stays(name, topology, mixing):
         for name in ("w", "b"):
             before = np.sum([x[name] for x in begin], 0, dtype=np.float64)
             np.testing.assert_allclose(np.sum([x[name] for x in after], 0, dtype=np.float64), before, atol=1e-5)
-    if mixing != ChocoSign(0.5):  # which needs a while
+    if mixing != ChocoSign(0.5):  # ChocoSign(0.5) needs more rounds
         first, last = (np.array([x["w"] for x in xs]) for xs in (begin, history[-1]))
         assert np.linalg.norm(last - last.mean(0)) < np.linalg.norm(first - first.mean(0))
 
@@ -142,12 +142,12 @@ def test_full_rank_is_exact_gossip(name, topology, mixing, shape):
 
 
 def test_one_step_by_hand():
-    # Two workers: D = X_1 - X_0, p orthonormal, q = Dᵀ p; both move by half of p qᵀ. Then the sides change.
+    # Two workers: D = X_1 - X_0, p orthonormal, q = Dᵀ p. Both move by half of p qᵀ. The next step swaps the roles.
     begin = starts(2)
     history, gossips = mixed(backend("numpy"), PowerGossip(rank=2), "ring", begin, 2)
     other = mixed(backend("numpy"), PowerGossip(rank=2), "ring", begin, 1)[1][0].state_dict()["tensors"]["w"]
     x = [start["w"].astype(np.float64) for start in begin]
-    p = np.linalg.qr(other["1/p"].astype(np.float64))[0]  # as it was drawn: only q has changed after one step
+    p = np.linalg.qr(other["1/p"].astype(np.float64))[0]  # p as it was drawn: one step changes only q
     for step, after in enumerate(history):
         d = x[1] - x[0]
         if step == 0:
@@ -166,7 +166,7 @@ def test_one_step_by_hand():
 
 def test_bytes_are_those_of_the_neighbours_alone():
     _, gossips = mixed(backend("numpy"), PowerGossip(rank=2, steps=3), "ring", starts(6), 2)
-    # 2 neighbours x (6 steps, by turns 14 and 9 rows of 2 columns; 2 rounds of 5 biases) x 4 bytes.
+    # 2 neighbours x (6 steps that alternate between 14 and 9 rows of 2 columns; 2 rounds of 5 biases) x 4 bytes.
     report = gossips[3].report()
     assert report.bytes_sent == report.bytes_received == 2 * 4 * (3 * 2 * (14 + 9) + 2 * 5)
     assert report.bytes_dense == 2 * 4 * 2 * (9 * 14 + 5)
@@ -259,8 +259,8 @@ def test_consensus_is_linear_down_to_a_thousandth():
 
 @pytest.mark.slow
 def test_choco_with_signs_at_its_own_rate_needs_fewer_bytes_here_and_fails_at_others():
-    # The claim that power gossip beats tuned CHOCO for each byte does not hold for this problem and precision.
-    # What holds: it needs no rate, and CHOCO's is found among those that stall or diverge.
+    # The claim that power gossip needs fewer bytes than tuned CHOCO does not hold for this problem and precision.
+    # Its advantage: it has no rate, while CHOCO's must be found among rates that stall or diverge.
     start = matrices("rank 4")
     rate, choco = tuned(start)
     assert 0.9 <= rate <= 1.1
@@ -272,7 +272,7 @@ def test_choco_with_signs_at_its_own_rate_needs_fewer_bytes_here_and_fails_at_ot
 # -- training ------------------------------------------------------------------------------------------------------
 @functools.cache
 def train(mixing, size=4, steps=400):
-    """Accuracy of the workers' mean after training, and bytes sent; mixing None: gradients are averaged exactly."""
+    """The accuracy of the mean model after training, and the bytes sent. mixing=None: exact means of gradients."""
     x, y, _, _ = digits()
     rng = np.random.default_rng(1)
     start = {"a": rng.standard_normal((64, 64)) / 8, "b": rng.standard_normal((64, 10)) / 8}

@@ -40,14 +40,14 @@ def test_all_parts_run_to_the_end_on_a_cpu_and_the_result_is_marked(tmp_path):
     assert bool(found["kernels"]["cases"]) == bool(found["kernels"]["isa"])
     assert all(case["equal"] for case in found["kernels"]["cases"])
     assert not found["trainings"]["left_out"]
-    assert not {each["loop"] for each in found["trainings"]["absent"]} - {"trainer"}  # without transformers
+    assert not {each["loop"] for each in found["trainings"]["absent"]} - {"trainer"}  # it needs transformers
     ran = [(row["loop"], row["method"]) for row in found["trainings"]["rows"]]
     left = {each["loop"] for each in found["trainings"]["absent"]}
     assert ran == [(each, m) for each in trainings.LOOPS if each not in left for m in trainings.methods_of(each, True)]
     assert not gpu_tables.differing(found)
     assert found["streams"]["absent"]
     assert not found["gpt2"]["left_out"]
-    bf16 = "bf16_compress_hook"  # of NCCL
+    bf16 = "bf16_compress_hook"  # requires NCCL
     expected = {gpt2_steps.ALONE, gpt2_steps.DENSE, *gpt2_steps.HOOKS, *gpt2_steps.METHODS} - {bf16}
     assert {row["method"] for row in found["gpt2"]["rows"]} == expected
     assert all(row["ms"] > 0 and row["launches"] is None for row in found["gpt2"]["rows"])
@@ -180,13 +180,13 @@ def test_files_are_named_after_their_device():
 @pytest.mark.processes
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is for Linux")
 def test_the_host_reads_no_value_of_a_device_in_a_step(tmp_path):
-    """With methods of a fixed length; headers and flags of a step are read in the next one."""
+    """For methods of fixed length; the next step reads the headers and flags of a step."""
     for rank, (worker, (steps, error)) in enumerate(launch("torchrun", 2, "waits.py", tmp_path)):
         for case, (reads, *rest) in worker.items():
             assert not any(reads), (case, reads)
             assert rest == [[1], 4, "triton"], case
         assert "the workers are out of step (worker 0: step 2, exchange 1; worker 1: step 3, exchange 0)" in error
-        assert steps == rank + 1  # one exchange after that whose headers differ
+        assert steps == rank + 1  # differing headers are read one exchange later; worker 0 is one exchange ahead
 
 
 def event(stream, begin, duration, kind="kernel"):
@@ -198,8 +198,8 @@ def test_a_trace_tells_busy_time_and_what_runs_beside_the_busiest_stream():
         {
             "traceEvents": [
                 *(event(7, 10 * number, 8) for number in range(10)),
-                event(9, 4, 10),  # 8 of these beside stream 7
-                event(9, 12, 6, "gpu_memcpy"),  # overlaps the one before
+                event(9, 4, 10),  # 8 microseconds beside stream 7
+                event(9, 12, 6, "gpu_memcpy"),  # overlaps the previous event
                 event(9, 200, 5),
                 event(7, 0, 1000, "cpu_op"),
                 {"cat": "kernel", "name": "no duration", "ts": 3},

@@ -1,4 +1,4 @@
-"""Fixed grids below the largest element of a block, and what only some quantisers promise."""
+"""Fixed grids below the largest element of a block, and properties of some quantisers."""
 
 import itertools
 
@@ -30,21 +30,21 @@ FORMATS = {"e4m3": ("float8_e4m3fn", 448, 126), "e5m2": ("float8_e5m2", 57344, 1
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_fp8_is_the_format_of_the_hardware(xp, kind):
-    # With a largest element that makes the scale 1, the bytes are those that PyTorch's own cast gives.
+    # The largest element makes the scale 1, so the bytes must equal those of PyTorch's cast.
     torch = pytest.importorskip("torch")
     dtype, largest, top = FORMATS[kind]
     values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float().numpy()
     values = values[np.isfinite(values)]
     assert np.sort(values)[-1] == largest
     grid = np.unique(values)
-    middles = (grid[1:] + grid[:-1]) / 2  # halves, which go to the even code
+    middles = (grid[1:] + grid[:-1]) / 2  # ties, which round to the even code
     draws = normal(5000) * np.exp(4 * normal(5000, seed=1))
     x = np.concatenate([grid, middles, middles * (1 + 1e-6), draws.clip(-largest, largest), [largest]])
     x = x.astype(np.float32)
     codes, scale = host(xp, payload_of(made(compressor="fp8", format=kind, block_size=0), xp, x))
     assert scale.tolist() == [1.0]
     expected = torch.tensor(x).to(getattr(torch, dtype)).view(torch.uint8).numpy()
-    zero = (codes & 127) == 0  # of two signs, which mean the same
+    zero = (codes & 127) == 0  # there are two codes of zero, with equal meaning
     assert np.array_equal(codes[~zero], expected[~zero])
     assert (expected[zero] & 127 == 0).all()
     assert codes.max() <= 128 + top
@@ -97,7 +97,7 @@ def test_sketch_keeps_the_sum_and_fills_buckets_evenly(xp, quantiles, n):
     compressor = made(compressor="sketch", quantiles=quantiles)
     found = decoded(compressor, xp, x)
     assert found.sum(dtype=np.float64) == pytest.approx(x.sum(dtype=np.float64), rel=1e-5)
-    # Elements keep their order; those of one bucket share a value, n / q of them up to one.
+    # Elements keep their order; those of one bucket share a value; buckets have n / q elements, rounded up or down.
     assert (np.diff(found[np.argsort(x)]) >= 0).all()
     sizes = np.unique(found, return_counts=True)[1]
     q = min(quantiles, n)

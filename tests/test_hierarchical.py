@@ -53,7 +53,7 @@ def shards(n, size, unit):
 @pytest.mark.parametrize("size, node_size", [(4, 2), (6, 3), (6, 2), (4, 4), (4, 1)])
 @pytest.mark.parametrize("n", [1, 30, 1003])
 def test_shards_are_compressed_between_machines(xp, size, node_size, n):
-    # Top-k with residual of each shard of each machine's mean, by hand.
+    # The oracle: top-k with error feedback, for each shard of each machine's mean.
     graces = built(xp, {"compressor": "topk", "compress_ratio": 0.1}, n, size, outer="allgather", node_size=node_size)
     machines = size // node_size
     residuals = np.zeros((machines, n), np.float32)
@@ -83,9 +83,9 @@ def test_each_byte_leaves_the_machine_once(xp):
     graces = built(xp, {"compressor": "signsgd"}, n, 4, node_size=2)
     exchanged(xp, graces, [spread(n, seed=rank) for rank in range(4)])
     first, second = (part.stop - part.start for part in shards(n, 2, 8192))
-    assert (first, second) == (1000, 0)  # one block of flags fits no further
+    assert (first, second) == (1000, 0)  # shards are cut at whole blocks of 8192
     report = graces[0].report()
-    # To the neighbour its shard (none here), to the other machine the bits and a flag, to the neighbour the result.
+    # Sent to the neighbour: its shard (empty); to the other machine: bits and a flag; to the neighbour: the result.
     assert report.bytes_sent == 4 * second + (125 + 1) + 4 * first
 
 
@@ -95,7 +95,7 @@ def test_matrices_are_cut_along_their_first_axis():
     )
     shapes = [{key: array.shape for (_, key), array in state.items()} for state in states(graces)]
     assert [shape["memory/residual"] for shape in shapes] == [(21 * 30,), (20 * 30,)] * 2
-    # A shard that would not shrink sends the whole tensor dense.
+    # If one shard would not shrink, the whole tensor is sent dense.
     graces = built(backend("numpy"), {"compressor": "powersgd", "compress_rank": 2}, (8, 30), node_size=2)
     assert not graces[0].state_dict()["tensors"]
 

@@ -34,7 +34,7 @@ def tf():
 
 @pytest.fixture
 def handed(monkeypatch):
-    """How many arrays were handed over, call by call."""
+    """The number of arrays in each call of `hosted`."""
     xp, calls = backend("tensorflow"), []
     hosted = xp.hosted
     monkeypatch.setattr(
@@ -50,7 +50,7 @@ def method_of(**params):
 
 
 def alone(row):
-    """Whether a payload is made without a round of the exchange."""
+    """Whether the compressor makes a payload without communication."""
     try:
         template(method_of(**row.params).compressor, backend("numpy"), SHAPE)
     except ValueError:
@@ -74,7 +74,7 @@ def steps(xp, method, encode, mean):
 
 
 def forms(xp, method, graph=None):
-    """encode(x, state, step) and mean(payloads, step); with ``graph`` = tensorflow they are traced."""
+    """encode(x, state, step) and mean(payloads, step); with ``graph`` = tensorflow as traced functions."""
 
     def encode(x, state, step):
         payload, state = run_local(method.encode(x, state, context(xp, SHAPE, rank=1, step=step)), method)
@@ -109,7 +109,7 @@ def test_is_what_numpy_makes(row, graph, tf, handed):
 
 @pytest.mark.parametrize("name", ["efsignsgd", "blockint", "eden"])
 def test_a_graph_with_kernels_is_small(name, tf):
-    # Tracing `auto` would take minutes otherwise: its graph holds the exchange of each candidate.
+    # A graph of `auto` holds the exchange of each candidate: with large graphs, tracing would take minutes.
     xp, method = backend("tensorflow"), method_of(compressor=name)
     encode, mean = forms(xp, method)
 
@@ -140,7 +140,7 @@ def test_tensors_of_a_graph_side_by_side(tf):
 
 
 def test_a_graph_keeps_nothing_from_step_to_step(tf):
-    # Its contexts are those of its trace: what a method draws in a step must not pile up there.
+    # Contexts belong to the trace: the random numbers of a step must not accumulate in them.
     xp, method = backend("tensorflow"), method_of(compressor="randomk")
     contexts = []
 

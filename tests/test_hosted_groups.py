@@ -1,4 +1,4 @@
-"""Groups in graphs of TensorFlow: their bits are those of tensors that are exchanged one by one."""
+"""Groups in TensorFlow's graphs: their bits equal those of tensors that are exchanged one by one."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def alone(monkeypatch):
 
 
 def stepping(graces, graph):
-    """A function that makes a step of all workers, in a graph or eagerly."""
+    """A function that runs a step of all workers, in a graph or eagerly."""
     import tensorflow as tf
 
     def step(gradients):
@@ -108,7 +108,7 @@ def test_a_group_has_the_bits_of_its_tensors_one_by_one(case, graph, workers, mo
     found = run(graces, graph)
     alone(monkeypatch)
     others = team(CASES[case], workers)
-    # A graph multiplies by 1 / 3 where its own operations divide: those of sums, and of natural for single tensors.
+    # TensorFlow's graphs replace a division by 3 by a product with 1 / 3: in sums, and in natural for single tensors.
     equal(found, run(others, graph and (workers == 2 or case in SUMMED)))
     assert unchanged(states(graces), states(others))
     assert sent(graces) == sent(others)
@@ -196,12 +196,12 @@ def test_powersgd_computes_what_its_tensors_do_one_by_one(graph, monkeypatch):
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_levels_of_a_policy_are_groups(carrier, monkeypatch):
-    """Methods with a residual in two layouts, which is carried on, and without; each level in the same graph."""
+    """Methods with a residual in two layouts, which carries over, and one without; each level in the same graph."""
     candidates = [{**METHODS["int4"], **CARRIERS[carrier]}, {**METHODS["topk"], **CARRIERS["gathered"]}, "fp16"]
     params = {"compressor": "auto", "candidates": candidates}
 
     def trained():
-        graces = team(params, 1)  # a switch cannot wait for other workers of this process
+        graces = team(params, 1)  # one worker: a switch of levels cannot wait for other workers of this process
         step, found = stepping(graces, True), []
         xp = backend("tensorflow")
         for number, level in enumerate((0, 2, 3, 3, 1, 4, 2, 2)):

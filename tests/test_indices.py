@@ -29,7 +29,7 @@ def test_positions_survive(xp, coding, n):
 
 def test_the_smallest_coding_is_chosen():
     assert [indices.choose("auto", 10_000, k) for k in (1, 100, 5000)] == ["int32", "elias_fano", "bitmap"]
-    for k in (100, 1000, 10_000):  # about 2 + log2(n / k) bits each
+    for k in (100, 1000, 10_000):  # about 2 + log2(n / k) bits per position
         assert 8 * indices.nbytes("elias_fano", 2**20, k) / k < 2.2 + math.log2(2**20 / k)
 
 
@@ -55,7 +55,7 @@ def test_kernels_write_and_read_the_same_bytes_and_no_others(lib, n, k):
         upper.array[:] = 0xFF  # more marks than positions
         assert lib.positions_read(*addresses, k, sum(widths), found.address) == marks
         found.check()
-        where.array[-1] = -1  # beyond all marks
+        where.array[-1] = -1  # a position beyond the range of marks
         assert lib.positions_write(where.address, k, sum(widths), *addresses) == k - 1
         upper.check()
 

@@ -1,4 +1,4 @@
-"""Trainings of Keras that are interrupted and begun again, over two workers."""
+"""Keras trainings that are interrupted and restarted, over two workers."""
 
 import numpy as np
 import pytest

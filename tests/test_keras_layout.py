@@ -41,7 +41,7 @@ TURN = threading.Condition()
 
 
 class Meeting(World):
-    """Workers in threads, one of which runs until it waits for what the others post."""
+    """Workers in threads. One runs at a time, until it waits for the messages of others."""
 
     def __init__(self, size):
         super().__init__(size)
@@ -66,7 +66,7 @@ def graces(params, size=WORKERS):
 
 
 def everywhere(function, workers, *lists):
-    """The results of a function of each worker and its item of each list, in a thread each."""
+    """Call a function for each worker, with its item of each list, in a thread each; returns the results."""
 
     def run(*given):
         with TURN:
@@ -90,7 +90,7 @@ def in_graph(grc, gradients, variables):
 
 # -- what is exchanged, in NumPy ---------------------------------------------------------------------------------------
 def decoded(params, x):
-    """What a worker's compressor makes of a tensor as it is stored."""
+    """A tensor in its stored layout, compressed by one worker and decoded."""
     method = grace_from_params(params, LocalTransport()).method
     xp, ctx = backend("numpy"), context(backend("numpy"), x.shape)
     payload, _ = send(method, xp, x, ctx)
@@ -112,7 +112,7 @@ def close(one, two):
 
 
 def skewed(*shape, seed=0):
-    """Numbers whose columns differ in size, as words differ in frequency."""
+    """Random numbers whose columns differ in scale, as gradients of words of different frequency do."""
     return normal(*shape, seed=seed) * np.exp(2 * normal(shape[-1], seed=100)).astype(np.float32)
 
 
@@ -269,7 +269,7 @@ def test_a_grace_that_keras_does_not_drive_transposes_nothing():
     grc.build({"kernel": tf.zeros((10, 28))})
     assert not grc.setup.transposed
     assert "transposed" not in grc.state_dict()
-    close(averaged(grc, [skewed(10, 28)], [kernel()])[0], stored(INT4, [skewed(10, 28)]))  # the layout is fixed
+    close(averaged(grc, [skewed(10, 28)], [kernel()])[0], stored(INT4, [skewed(10, 28)]))  # the layout stays
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_states_of_workers_that_disagree_are_refused(early):
 
 
 class Telling(LocalTransport):
-    """A worker that compares its settings with the others'."""
+    """A worker that sends its settings to the others for comparison."""
 
     def __init__(self, world, rank):
         super().__init__(world, rank)

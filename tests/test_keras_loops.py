@@ -61,7 +61,7 @@ def test_all_workers_skip_the_step_in_which_one_overflows_in_float16(found, case
     assert np.isfinite(mine).all()
     assert scales == other_scales == [2.0**15] * 3 + [2.0**14] * 3
     assert same == [False, False, False, True, False, False]
-    assert steps == 5  # without the skipped one
+    assert steps == 5  # the skipped step does not count
 
 
 @processes
@@ -182,7 +182,7 @@ def test_a_loaded_sequential_model_takes_its_checkpoint_in_another_process(tmp_p
     before = launch("horovodrun", 2, "keras_resume.py", tmp_path)
     after = launch("horovodrun", 2, "keras_resume.py", tmp_path)
     for first, second in zip(before, after, strict=True):
-        assert second["paths"][0] == "dense/kernel"  # without the model's name
+        assert second["paths"][0] == "dense/kernel"  # the path does not contain the model's name
         assert second["names"] == first["names"] == second["whole names"]
         assert np.array_equal(second["resumed"], second["whole"])
     assert np.array_equal(after[0]["resumed"], after[1]["resumed"])
@@ -197,7 +197,7 @@ def test_a_variable_keeps_its_state_whatever_others_are_called():
         return grace.tensorflow.average_gradients(grc, [tf.constant(values)], [variable])[0].numpy().tolist()
 
     assert step(first, 4.0, 3.0, 0.0, 0.0) == [4.0, 0.0, 0.0, 0.0]
-    assert step(second, 0.0, 0.0, 5.0, 1.0) == [0.0, 0.0, 5.0, 0.0]  # nothing of the first one's rest
+    assert step(second, 0.0, 0.0, 5.0, 1.0) == [0.0, 0.0, 5.0, 0.0]  # without the first variable's residual
     assert step(first, 0.0, 0.0, 0.0, 0.0) == [0.0, 3.0, 0.0, 0.0]
     assert grc.names == ["w", "w#2"]
 
@@ -278,7 +278,7 @@ def test_what_is_no_optimizer_or_no_grace_is_named(call, error, message):
     optimizer, grc = keras.optimizers.SGD(0.1), grace.grace_from_params(DENSE)
     with pytest.raises(error, match=message):
         grace.tensorflow.DistributedOptimizer(*call(optimizer, grc))
-    grace.tensorflow.DistributedOptimizer(optimizer, grc)  # nothing has changed
+    grace.tensorflow.DistributedOptimizer(optimizer, grc)  # the failed call changed nothing, so this one works
 
 
 def test_an_optimizer_of_keras_2_is_refused():

@@ -25,7 +25,7 @@ def test_dense_training_equals_one_worker_with_all_batches(found, name):
 def test_every_way_to_write_the_loop_gives_the_same_weights(found, kind, loop):
     mine, other = (worker[f"loops {kind}"][loop] for worker in found)
     assert np.array_equal(mine, other)
-    if kind == "topk":  # PowerSGD's first factor is drawn for the variable's name, which the loops do not share
+    if kind == "topk":  # PowerSGD seeds its factor by the variable's name, which differs between loops
         np.testing.assert_allclose(mine, found[0]["loops topk"]["fit"], rtol=1e-4, atol=1e-5)
 
 

@@ -17,14 +17,14 @@ def test_fit_with_topk_ends_with_equal_weights_and_a_lower_loss(found):
     assert np.array_equal(mine, other)
     assert losses == other_losses
     assert losses[-1] < 0.8 * losses[0]
-    assert iterations == 8 * 4  # those of worker 0
+    assert iterations == 8 * 4  # worker 0's iterations
 
 
 def test_bytes_names_and_the_record(found):
     steps, sent, dense, named_by_paths = found[0]["report"]
     assert steps == 8 * 4
     assert dense == steps * 4 * (20 * 30 + 30 + 30 * 5 + 5)
-    assert sent == steps * (8 * (60 + 3 + 15 + 1) + 20 + 4 * 4)  # the header, and which gradients there are
+    assert sent == steps * (8 * (60 + 3 + 15 + 1) + 20 + 4 * 4)  # plus the header, and flags of present gradients
     assert named_by_paths
     assert found[0]["record"]
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("streamed")
 
 
 def cases():
-    """(n, kind, threads): every size, and what is special at one size in the midst."""
+    """(n, kind, threads): normal numbers of every size, and every kind of special numbers at one medium size."""
     for n in SIZES:
         yield n, "normal", 2 if n > 500_000 else 1
     for kind in KINDS[1:]:
@@ -52,7 +52,7 @@ def cases():
 
 
 def with_blocks():
-    """The same with each size of blocks; of small vectors with those that make a difference."""
+    """The same with each block size; small vectors only with small blocks."""
     return [(*case, block) for case in cases() for block in BLOCKS if block in (0, 8) or block < 2 * case[0]]
 
 
@@ -61,10 +61,10 @@ BLOCK_CASES = loop("n, kind, threads, block", with_blocks())
 
 
 def aliases(x, residual, n):
-    """Memories (x, residual, out) with every way that out may lie."""
+    """Memories (x, residual, out); out is x, the residual or an array of its own."""
     for residual_, way in ((residual, "x"), (residual, "residual"), (residual, "own"), (None, "x"), (None, "own")):
         if n > 10_000 and (residual_ is None or way != ("x" if n > 100_000 else "own")):
-            continue  # one of the five ways for what takes long
+            continue  # large vectors: only one of the five combinations
         odd = 4 * (n % 5)
         a = Memory.of(x, odd)
         b = None if residual_ is None else Memory.of(residual_, 8)
@@ -97,7 +97,7 @@ def test_efsignsgd_encode(lib, n, kind, threads, block):
 
         again = Memory(-(-n // 8), np.uint8, 1)
         before = None if out is x or out is residual else v.copy()
-        if before is not None:  # without out
+        if before is not None:  # also call it without out
             lib.efsignsgd_encode(x.address, address(residual), None, again.address, scales.address, n, block, threads)
             equal(again.check(), expected_bits)
 
@@ -132,7 +132,7 @@ def blockint_oracle(v, block, bits, noise):
         whole = np.rint(steps)
     else:
         whole = np.floor(steps + (noise.astype(np.float32) + np.float32(0.5)) * np.float32(2**-16))
-    kept = v - (whole + np.float32(0)) * (scale / top)  # an integer has no -0
+    kept = v - (whole + np.float32(0)) * (scale / top)  # adding 0 turns -0 into 0, as an integer does
     codes = np.where(np.isfinite(whole), whole, 0).astype(np.int64) & ((1 << bits) - 1)
     each = 8 // bits
     codes = np.concatenate([codes, np.zeros(-n % each, np.int64)]).reshape(-1, each)
@@ -198,7 +198,7 @@ def test_blockint_mean(lib, n, kind, threads, block, bits, workers):
 
 @loop("bits", BITS)
 def test_ratios_are_rounded_as_a_division_is(lib, bits):
-    # Random numerators and denominators, and those next to where rounding to nearest turns.
+    # Random numerators and denominators; and quotients next to the ties of rounding to nearest.
     rng = np.random.default_rng(6)
     n, block, top = 200_000, 8, np.float32((1 << (bits - 1)) - 1)
     v = rng.uniform(0.01, 1, n).astype(np.float32)
@@ -229,19 +229,19 @@ def test_every_code_is_divided_exactly(lib, bits):
 
 # -- codes of a few bits: levels, ternary numbers, votes, two means, five trits in a byte ------------------------------
 def plainly(compressor, x, ctx):
-    """Payload and residual by the plain functions."""
+    """The payload and residual of the plain functions."""
     with XP.quiet():
         payload, _ = compressor.compress(x, {}, ctx)
         return payload, None if compressor.traits.majority_vote else compressor.residual(x.copy(), payload, ctx)
 
 
 def finite_blocks(scales, n, block):
-    """bool[n]: elements of blocks whose scales are finite."""
+    """bool[n]: whether an element's block has a finite scale."""
     return np.repeat(np.isfinite(scales), block or max(n, 1))[:n]
 
 
 def coded(lib, compressor, ctx, x, residual, out, threads, swap=False):
-    """The payload that a kernel makes, and the memories that it lies in."""
+    """A kernel's payload, in guarded memory."""
     n, keys = ctx.size, ctx.rng("round")
     if isinstance(compressor, OneBit):
         block = compressor.block_size
@@ -325,7 +325,7 @@ def test_codes_are_those_of_the_plain_functions(lib, n, kind, threads, compresso
             sent[1][::2] + sent[1][1::2] if isinstance(compressor, OneBit) else sent[1], n, compressor.traits.block_size
         )
         equal(found[1], sent[1])
-        if whole.all() or not isinstance(compressor, QSGD):  # of what is not finite QSGD's codes are any
+        if whole.all() or not isinstance(compressor, QSGD):  # QSGD's codes of blocks that are not finite are undefined
             equal(found[0], sent[0])
             equal(out.check(), left)
         else:
@@ -347,7 +347,7 @@ def test_a_residual_changes_places_with_x_also_where_codes_are_small(lib, n, kin
         equal(one, other)
     equal(residual.check(), out.check())
     equal(x.check(), last if swap else first)
-    if kind != "special":  # no residual unless requested
+    if kind != "special":  # also call it without a residual
         equal(
             coded(lib, compressor, ctx, out.address, None, None, threads)[0], plainly(compressor, out.array, ctx)[0][0]
         )
@@ -402,7 +402,7 @@ def test_every_level_is_divided_exactly(lib, quantum_num):
 @loop("threads", [1, 2])
 @loop("length", [1, 2, 13, 14, 15, 28, 29, 60_003])
 def test_runs_of_zeros(lib, length, threads):
-    # Before, between and after bytes that are not zero, and all of it.
+    # Runs of zeros between other bytes, at both ends, and over the whole array.
     n, rng = 600_011, np.random.default_rng(8)
     v = rng.choice(np.float32([-1, 0, 1]), n)
     for begin in rng.integers(0, n // 5 - length, 40):
@@ -445,7 +445,7 @@ THCS = loop("compressor, workers", [(THC(), 4), (THC(bits=2, block_size=8), 3), 
 
 
 def rotated(lib, compressor, ctx, x, residual, out, threads, swap=False):
-    """The payload that a kernel makes of an Eden's blocks."""
+    """The payload that a kernel of Eden makes."""
     n, rng = ctx.size, ctx.shared_rng("rotation")
     d = width_of(ctx, compressor.block_size)
     m, divisor = -(-n // d), compressor.divisor(d) if compressor.biased else 0.0
@@ -470,7 +470,7 @@ def test_eden_encode(lib, n, kind, threads, compressor):
         x.check()
         equal(streams, sent[2])
         ulps(scales, sent[1])
-        whole = np.isfinite(scales)  # of what is not finite codes are any
+        whole = np.isfinite(scales)  # codes of blocks that are not finite are undefined
         rows = len(whole), compressor.bits * d // 8
         equal(codes.reshape(rows)[whole], sent[0].reshape(rows)[whole])
         with XP.quiet():
@@ -493,7 +493,7 @@ def test_a_residual_changes_places_with_x_also_where_blocks_are_rotated(lib, n, 
         equal(one, other)
     equal(residual.check(), out.check())
     equal(x.check(), last)
-    # No residual unless requested, and a piece is drawn what the whole would be.
+    # Also without a residual; and the codes of a piece equal those of the whole.
     d = width_of(ctx, compressor.block_size)
     whole = rotated(lib, compressor, ctx, out.address, None, None, threads)
     begin = n // d // 2 * d
@@ -509,7 +509,7 @@ def test_a_residual_changes_places_with_x_also_where_blocks_are_rotated(lib, n, 
 def test_eden_mean(lib, n, kind, threads, compressor, workers):
     ctx = Context(XP, "w", (n,))
     with XP.quiet():
-        each = [replace(ctx, rank=31 - w // 2) for w in range(workers)]  # two of them agree
+        each = [replace(ctx, rank=31 - w // 2) for w in range(workers)]  # two ranks are equal
         payloads = [compressor.compress(vector(n, w, kind), {}, here)[0] for w, here in enumerate(each)]
         expected = compressor.aggregate(payloads, ctx)
     memories = [[Memory.of(array, 4 * (array.dtype == np.float32) + 1) for array in payload] for payload in payloads]
@@ -535,7 +535,7 @@ def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
     with XP.quiet():
         norm = blocks.norms(XP, blocks.rows(XP, x.array, d))
         ulps(norms.check(), norm)
-        norm = norm * np.where(np.arange(m) % 2, np.float32(1), np.float32(3))  # another worker's is larger
+        norm = norm * np.where(np.arange(m) % 2, np.float32(1), np.float32(3))  # as if another worker had larger ones
         expected = compressor.codes(x.array, norm, ctx)
     whole = np.repeat(np.isfinite(norm), d)
 
@@ -599,7 +599,7 @@ def test_topk_of_what_a_sample_misjudges(lib, order, threads):
     v = np.sort(np.abs(vector(n, 5)))
     if order == "descending":
         v = v[::-1].copy()
-    elif order == "large last":  # more candidates than room, and then a sample that has none
+    elif order == "large last":  # more candidates than the buffer holds, then a sample without candidates
         v[:] = np.float32(1e-3)
         v[-k - 30_000 :] = np.arange(k + 30_000)
     elif order == "equal":
@@ -614,7 +614,7 @@ def test_topk_of_what_a_sample_misjudges(lib, order, threads):
 
 
 def test_topk_of_what_a_sample_overrates(lib):
-    # The sample sees far more large elements than there are, and the bound from it lets too few pass.
+    # The sample sees many more large elements than there are, so its first bound lets too few pass.
     n, k = 40_000, 50
     state, seen = 0x9E3779B9, []
     for i in range(1024):
@@ -633,7 +633,7 @@ def test_topk_of_what_a_sample_overrates(lib):
 
 
 def encoders(lib, n, threads, stochastic):
-    """Each kernel that encodes: what it sends, given the addresses of x, residual and out."""
+    """A function for each encoding kernel: returns the payload, given the addresses of x, residual and out."""
     rng = np.random.default_rng(3)
     table = Memory.of(rng.integers(0, 65536, 65536).astype(np.uint16), 2)
     offsets = Memory.of(rng.integers(0, 65536, 16).astype(np.uint16), 6)
@@ -668,7 +668,7 @@ def encoders(lib, n, threads, stochastic):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_residual_may_change_places_with_x(lib, n, kind, threads, stochastic):
     first, last = vector(n, 1, kind), vector(n, 2)
-    if kind == "ties":  # what a sample underrates, so that top-k goes over it again
+    if kind == "ties":  # the sample underestimates the threshold, so top-k makes another pass
         first, last = np.sort(first), np.sort(last)
     for sent, encode in encoders(lib, n, threads, stochastic):
         x, residual, out = Memory.of(first, 4), Memory.of(last, 8), Memory(n, np.float32, 4)
@@ -753,7 +753,7 @@ def test_topk_rows(lib, m, n, k, kind, threads):
     with np.errstate(over="ignore"):
         rows *= np.exp2(np.arange(m, dtype=np.float32) % 7 * 5)[
             :, None
-        ]  # the last row's bound says nothing of the next
+        ]  # so that the bound of one row is useless for the next
     x, positions = Memory.of(rows.reshape(-1), 4), Memory(m * k, np.int32, 4)
     lib.topk_rows(x.address, m, n, k, positions.address, threads)
     equal(positions.check().reshape(m, k), np.stack([topk_oracle(row, k) for row in rows]))
@@ -779,7 +779,7 @@ def test_excess(lib, n, kind, threads):
     x, found = Memory.of(np.where(np.isfinite(x), x, np.float32(2)), 4), Memory(3, np.float64, 8)
     for bound in (0.0, 1.0, 3e-41, 1e30):
         lib.excess(x.address, bound, found.address, n, threads)
-        # In float32, as subtractions are; summed in float64.
+        # Differences are float32, sums are float64.
         over = np.maximum(np.abs(x.check()) - np.float32(bound), 0).astype(np.float64)
         assert found.check()[0] == np.count_nonzero(over)
         np.testing.assert_allclose(found.array[1:], [over.sum(), (over * over).sum()], rtol=1e-12)
@@ -796,7 +796,7 @@ def test_smallest_words(lib, n, k, start, threads):
         words, positions = np.empty(n, np.int32), Memory(k, np.int32, 4)
         lib.words(*keys, start, n, words.ctypes.data)
         lib.smallest_words(*keys, start, n, k, positions.address, threads)
-        # Across the counter's 32 bits words may be equal, and then either will do.
+        # Beyond 2**32 elements words may repeat: then either position is right.
         chosen = positions.check()
         assert np.all(np.diff(chosen) > 0)
         equal(np.sort(words.view(np.uint32)[chosen]), np.sort(words.view(np.uint32))[:k])
@@ -819,7 +819,7 @@ def test_words_that_differ_in_the_last_bit_alone_are_told_apart(lib):
 @loop("kind", [*KINDS, "flat", "heavy"])
 @loop("n, ratio", [(40_000, 0.001), (40_000, 0.1), (300_000, 0.01), (300_000, 1.0)])
 def test_sampled(lib, n, ratio, kind, monkeypatch):
-    if kind == "flat":  # many between two thresholds, and above the first one only
+    if kind == "flat":  # many elements lie between two neighbouring thresholds
         x = np.random.default_rng(1).uniform(0.99, 1.0, n).astype(np.float32)
     elif kind == "heavy":
         x = np.random.default_rng(1).standard_t(0.3, n).astype(np.float32)
@@ -849,7 +849,7 @@ def test_sparse_mean(lib, n, kind, threads, workers, share):
         values.append(vector(n, 20 + w, kind)[: len(positions[-1])])
     payloads = list(zip(values, positions, strict=True))
     with XP.quiet():
-        expected = Threshold().aggregate(payloads, Context(XP, "w", (n,)))  # which takes any number of them
+        expected = Threshold().aggregate(payloads, Context(XP, "w", (n,)))  # accepts payloads of any length
     a, b = [Memory.of(v, 4) for v in values], [Memory.of(p, 8) for p in positions]
     out = Memory(n, np.float32, 4)
     lib.sparse_mean(
@@ -910,7 +910,7 @@ def test_product(lib, a, b, r, threads):
 
 
 def in_order(x, p, q):
-    """x - p q, and p q, rounded after each operation; of every eight factors the sum first."""
+    """x - p q, and p q, with each operation rounded; products of eight factors are summed before the subtraction."""
     rest, whole = x, None
     for k in range(0, p.shape[1], 8):
         total = p[:, k : k + 1] * q[k]
@@ -999,7 +999,7 @@ def test_one_number_that_is_not_finite_is_found(lib, place, value):
 
 def test_what_is_written_together_is_the_same(lib):
     n, workers = 70001, 3
-    stream_from = ctypes.CDLL(lib.path).grace_stream_from  # the fixture's bound comes back after the test
+    stream_from = ctypes.CDLL(lib.path).grace_stream_from  # the fixture restores the previous bound
     stream_from.argtypes, stream_from.restype = [ctypes.c_int64], ctypes.c_int64
     stream_from(n + 1)
     codes = [Memory.of(np.random.default_rng(w).integers(0, 256, n).astype(np.uint8), 1) for w in range(workers)]
@@ -1108,7 +1108,7 @@ def test_a_library_that_is_missing_is_made_once_and_found(monkeypatch, tmp_path)
 
 
 def test_a_source_or_a_header_that_changes_asks_for_another_file(monkeypatch, tmp_path):
-    # What is in no library, such as Python code and TensorFlow's operations, does not.
+    # Python code and TensorFlow's operations are not part of these libraries, so changes there do not matter.
     shutil.copytree(build.HERE, tmp_path / "kernels", ignore=shutil.ignore_patterns("_lib"))
     monkeypatch.setattr(build, "HERE", tmp_path / "kernels")
     loops = build.libraries().keys() - {"kernels", "timeline"}
@@ -1139,7 +1139,7 @@ def tensorflow():
 
 @pytest.fixture(params=["eager", "graph"])
 def run_op(request, tensorflow):
-    """Runs a function of tensors as it is, or in a graph; its results as NumPy arrays, and in a graph their shapes."""
+    """Calls a function of tensors, eagerly or in a graph whose static shapes it checks; returns NumPy arrays."""
     _, tf = tensorflow
 
     def call(function, *args):
@@ -1152,7 +1152,7 @@ def run_op(request, tensorflow):
             shapes = traced.get_concrete_function(*tensors).structured_outputs
             for result, known in zip(tf.nest.flatten(results), tf.nest.flatten(shapes), strict=True):
                 assert known.shape == result.shape
-        for arg, tensor in zip(args, tensors, strict=True):  # what the caller holds is not written to
+        for arg, tensor in zip(args, tensors, strict=True):  # arguments must not be overwritten
             if arg is not None:
                 equal(tensor.numpy(), arg)
         return [result.numpy() for result in tf.nest.flatten(results)]

@@ -92,7 +92,7 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_code_is_decoded_as_it_is_by_the_compressor(lib, compressor):
-    # Also codes that no worker sends.
+    # Includes codes that no worker sends.
     native = Native(lib)
     wide = isinstance(compressor, BF16)
     every = np.arange(65536, dtype=np.uint16) if wide else np.arange(256, dtype=np.uint8)

@@ -35,14 +35,14 @@ def context(xp, n, offset=0):
 
 
 def gradient(compressor, n, seed, kind):
-    """Of magnitudes of which each number of bits is for some."""
+    """A vector of which Inceptionn codes elements with every number of bits."""
     if kind == "one value":
         return np.full(n, -0.3, np.float32)
     return vector(n, seed, kind) * np.float32(0.05 if isinstance(compressor, Inceptionn) else 1)
 
 
 def sent_by(compressor, x, residual, ctx):
-    """Payload and what is left, by the kernels where there are some."""
+    """Payload and residual, computed by kernels if the method has some."""
     if (found := natively(compressor, x, residual, ctx)) is not None:
         return found
     v = x if residual is None else x + residual
@@ -76,7 +76,7 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
     for workers in (1, 3, 4):
         payloads = [sent_by(compressor, gradient(compressor, n, w, kind), None, ctx)[0] for w in range(workers)]
         expected = compressor.aggregate(payloads, ctx)
-        if isinstance(compressor, RandomK):  # it draws positions once, and not for each worker
+        if isinstance(compressor, RandomK):  # RandomK computes its positions once, not for each worker
             equal(expected, Scattered.aggregate(compressor, payloads, ctx))
             equal(native_mean(compressor, payloads, vector(n), ctx), expected)
             continue
@@ -107,7 +107,7 @@ def test_distributions_that_are_hard(lib, compressor, kind):
     n, rng = 70_001, np.random.default_rng(4)
     x = {
         "few values": rng.choice(np.float32([-2, -1, -0.0, 0, 1e-40, 3]), n),
-        "one bin": rng.uniform(1, 1.001, n).astype(np.float32),  # alike in their upper halves
+        "one bin": rng.uniform(1, 1.001, n).astype(np.float32),  # equal in their upper 16 bits
         "ascending": np.sort(vector(n)),
         "sparse": np.where(rng.random(n) < 0.001, vector(n), np.float32(0)),
         "far apart": vector(n) * np.float32(2) ** rng.integers(-130, 4, n).astype(np.float32),
@@ -120,7 +120,7 @@ def test_distributions_that_are_hard(lib, compressor, kind):
 
 
 def test_adaq_looks_again_where_a_sample_overrates(lib):
-    # All that the sample sees is large, and what it suggests lets too few of one sign pass.
+    # The sample sees only large elements, so its threshold lets too few of the other sign pass.
     n, compressor = 70_001, AdaQ(0.01)
     x = np.where(np.arange(n) % 2, np.float32(1), np.float32(-1e-3))
     x *= np.random.default_rng(1).uniform(0.9, 1, n).astype(np.float32)

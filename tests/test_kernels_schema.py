@@ -1,4 +1,4 @@
-"""The C interface of the kernels: one table, what is written from it, and who must follow it."""
+"""The C interface of the kernels: the schema, the code generated from it, and the code that must match it."""
 
 import ast
 import inspect
@@ -42,7 +42,7 @@ def test_every_exported_function_has_a_row():
 def test_the_sources_name_the_methods_of_each_loop():
     sources = "".join(path.read_text() for path in (*HERE.glob("*.h"), *HERE.glob("*.cc")) if path.name != "api.h")
     methods = {module.rpartition(".")[2] for modules in FAMILIES.values() for module in modules}
-    methods -= {"chain", "stc", "qsparse"}  # they combine others
+    methods -= {"chain", "stc", "qsparse"}  # combinations of other methods
     missing = {method for method in methods if not re.search(rf"\b{method}\b", sources)}
     assert not missing
 
@@ -53,7 +53,7 @@ def test_the_driver_calls_every_kernel():
 
 
 def test_the_kernels_that_swap_are_those_of_recipes_with_a_residual():
-    """A method has no residual in a group if its payload does not show what is not finite (`kind_of`)."""
+    """Groups give a method no residual if its payload does not show values that are not finite (`kind_of`)."""
     fed = {kind: find(kind(), Context(NumpyBackend(), "w", (8192,))) for kind, find in RECIPES.items()}
     named = {each.encode for kind, each in fed.items() if each is not None and kind().traits.nonfinite_in_payload}
     swaps = {kernel.name for kernel in schema.KERNELS.values() if "swap" in {each.name for each in kernel.arguments}}
@@ -72,7 +72,7 @@ def test_the_host_calls_only_kernels_that_there_are():
 
 
 def partial_families():
-    """Each class that has kernels of a family for another toolkit: the family's name, and its functions."""
+    """Each class that has some kernels of a family for another toolkit: the family's name, and its functions."""
     found = []
     for path in (HERE / "tensorflow.py", *sorted((HERE / "triton").glob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -85,10 +85,10 @@ def partial_families():
 
 
 def host_arguments(family, function):
-    """The names of a host kernel's arguments, and how many of the last ones may be left out."""
+    """The names of a host kernel's arguments, and the number of optional ones."""
     host = inspect.signature(getattr(FAMILIES_OF_KERNELS[family], function)).parameters.values()
     names = [each.name for each in host if each.kind is not each.VAR_POSITIONAL]
-    if len(names) < len(host):  # made from a row of the schema, whose attributes follow
+    if len(names) < len(host):  # generated from a row of the schema, whose attributes are further arguments
         row = schema.CODECS[function.rpartition("_")[0]].sizes.__wrapped__
         names += [each for each in inspect.signature(row).parameters if each not in ("n", "_")]
     return names, sum(each.default is not each.empty for each in host)
@@ -129,7 +129,7 @@ def test_no_source_includes_a_source():
 
 # -- minutes of compiling ----------------------------------------------------------------------------------------------
 def compiled(*command, **environment):
-    """What a command says that compiles the kernels."""
+    """The output of a command that compiles the kernels."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
@@ -151,7 +151,7 @@ def test_sanitizers_find_nothing():
     assert "nothing found" in compiled("scripts/sanitize_kernels.py", "scalar")
 
 
-# Half of each element, as a user would add it: the edits of all files that a kernel needs.
+# Sends half of each element, added as a user would: the edits of all files that a kernel needs.
 TOY = {
     "grace/kernels/schema.py": (
         'codec(\n    "onebit",',

@@ -45,7 +45,7 @@ def test_integers_are_those_of_the_compressor(lib, compressor, n, kind, offset):
     for x, memory, one, other, ctx, here in zip(xs, given, plain, found, plain_contexts, native_contexts, strict=True):
         equal(memory.check(), x)
         equal(other[1], one[1])
-        # What is no number has no integer; what its block stands for is none whatever that is.
+        # NaN and infinity have no integer, so codes of their blocks are undefined.
         sound = np.isfinite(np.repeat(one[1], compressor.block_size or n)[:n])
         for a, b in ((other[0], one[0]), (other[2], one[2])):
             equal(a[sound], b[sound])

@@ -209,19 +209,19 @@ def test_steps_to_a_loss():
 
 
 def test_time_to_the_same_loss():
-    # Losses of long trainings without a limit on the links, and steps timed at a rate.
+    # Losses from long trainings on unlimited links; step times at a limited rate.
     trained = {"rate": "unshaped", "steps": 40}
     curves = [
         row("ddp-fp32", 0.1, **trained, losses=[(10, 3.0), (20, 2.0), (40, 1.0)]),
         row("grace-torch-topk", 0.1, **trained, losses=[(20, 3.01), (40, 1.01)]),
         row("grace-torch-sign", 0.1, **trained, losses=[(20, 3.0), (40, 1.5)]),
         row("upstream-topk", 0.1, **trained, losses=[(20, 1.0), (40, 0.5)], complete=False),
-        row("grace-torch-topk", 0.1, rate="1gbit", losses=[(10, 1.0), (20, 1.0)]),  # a shorter one
+        row("grace-torch-topk", 0.1, rate="1gbit", losses=[(10, 1.0), (20, 1.0)]),  # shorter, so ignored
     ]
     names = ("alone", "ddp-fp32", "grace-torch-topk", "grace-hvd-topk", "grace-torch-sign", "upstream-topk", "hvd-fp16")
     lines = {line["case"]: line for line in summary([*curves, *(row(name, 0.5) for name in names)])[-len(names) :]}
     assert {line["rate"] for line in lines.values()} == {"100mbit"}
-    assert lines["ddp-fp32"]["steps_to"] == pytest.approx(39.8)  # within 1 % of its own end
+    assert lines["ddp-fp32"]["steps_to"] == pytest.approx(39.8)  # where its loss is within 1 % of its final one
     assert lines["ddp-fp32"]["to_loss"] == pytest.approx(0.5 * 39.8)
     assert lines["grace-torch-topk"]["to_loss"] == lines["grace-hvd-topk"]["to_loss"] == pytest.approx(20)
     assert lines["grace-torch-sign"]["steps_to"] is None
@@ -243,7 +243,7 @@ def test_a_table_for_a_page_has_a_column_for_each_rate():
     found = _table(text)
     assert found["case"][:3] == ["case", "100mbit", "1gbit"]
     assert list(found)[2:] == ["alone", "hvd-alone", "hvd-fp32", "ddp-fp32", "grace-torch-topk", "grace-torch-int8"]
-    assert found["hvd-alone"][1] == "0.2"  # as many times faster than dense as it likes: nothing was exchanged
+    assert found["hvd-alone"][1] == "0.2"  # no speed-up over dense: nothing was exchanged
     assert found["ddp-fp32"][1:3] == ["2 (1.0)", "0.2 (1.0)"]
     assert found["hvd-fp32"][1:3] == ["**4**", ""]
     assert found["grace-torch-topk"][1:3] == ["0.5* (4.0)", "0.1 (2.0)"]
@@ -342,7 +342,7 @@ def lab():
 
 
 def left(lab):
-    """What of a lab is still there."""
+    """Whether anything of a lab remains."""
     listed = network.run("ip", "netns", "list")
     return lab.name in listed or lab.folder.exists() or any(network.NETNS.glob(f"{lab.name}*"))
 
@@ -426,7 +426,7 @@ def test_the_benchmark_runs(tmp_path):
     assert {row["case"]["name"] for row in rows} == {"alone", "grace-torch-powersgd", "grace-hvd-topk", "ddp-fp32"}
     found = {row["case"]["name"]: row for row in rows}
     assert all(row["steps"] == 3 and row["model"] == "mlp, decay" and "error" not in row for row in rows)
-    assert found["ddp-fp32"]["tx"] > 33e6  # two workers exchange what 8.4 million parameters take
+    assert found["ddp-fp32"]["tx"] > 33e6  # two workers send about the 33.6 MB of 8.4 million parameters
     assert found["grace-hvd-topk"]["tx"] < 2e6
     assert found["alone"]["tx"] < 1e5
     assert drawn.exists()
@@ -449,7 +449,7 @@ def test_predictions_are_judged_by_what_was_measured():
     assert figures["error of topk"] == pytest.approx(1 - 0.5 / 1.2)
     every, said = fidelity.tables({"1gbit": {"rows": rows}})
     assert len(every.rows) == 7
-    # fp16 is within 5 % of dense, top-k was predicted wrongly.
+    # fp16 is within 5 % of dense, so it does not count; the prediction for top-k was wrong.
     assert "4 of 5" not in said.caption
     assert "3 of 4 predicted rightly" in said.caption
 
@@ -477,7 +477,7 @@ def test_strategies_by_hand_by_chance_and_by_the_planner():
 
 # -- steps in turn -----------------------------------------------------------------------------------------------------
 class Played(LocalTransport):
-    """Three workers whose steps take what is written: each hears of the others' numbers with its own."""
+    """Three workers with given step times: each receives the others' numbers along with its own."""
 
     def __init__(self, others):
         super().__init__()
@@ -493,7 +493,7 @@ def test_the_median_step_is_that_of_the_slowest_worker():
     beside = []
     trainings = {name: lambda seconds=seconds: next(seconds) for name, seconds in taken.items()}
     found = rounds.medians(Played(others), trainings, 0.0, lambda: beside.append(1))
-    assert found == {"a": 6.0, "b": 5.0}  # of 3, 7, 6 and of 5, 5, 8: first steps do not count
+    assert found == {"a": 6.0, "b": 5.0}  # medians of the slowest: of 3, 7, 6 and of 5, 5, 8, without warm-up steps
     assert len(beside) == rounds.LEAST
 
 

@@ -31,7 +31,7 @@ def names(found):
 
 def test_buckets_go_backwards_and_the_first_is_small():
     named = tensors(a=MB, b=20 * MB, c=10 * MB, d=3 * MB, e=MB // 2, f=MB // 4)
-    # From the back: a bucket is closed once it holds 1 MiB, the others once they hold 25 MiB.
+    # In reverse order: the first bucket is closed once it holds 1 MiB, the others once they hold 25 MiB.
     assert names(buckets(named)) == [["f", "e", "d"], ["c", "b"], ["a"]]
     assert [bucket.name for bucket in buckets(named)] == ["bucket0", "bucket1", "bucket2"]
     more = layout(named[:2], "topk", refusal("topk"), Options(), None, first=7)
@@ -51,7 +51,7 @@ def test_the_size_of_buckets_can_be_set():
 
 
 def test_small_tensors_travel_with_the_last_bucket():
-    # One dense message in a step. What is large and goes dense stays in its bucket.
+    # Small tensors make one dense message per step. Large dense tensors stay in their buckets.
     named = tensors(a=MB, bias=10, b=MB, offset=1023, c=(2 * MB, 1), d=0)
     assert names(buckets(named, "powersgd", bucket_mb=4.0)) == [["c"], ["b", "a", "d", "offset", "bias"]]
     assert names(buckets(named, min_numel=0, bucket_mb=4.0)) == [["d", "c"], ["offset", "b", "bias", "a"]]
@@ -165,7 +165,7 @@ def test_two_tensors_of_one_name_are_refused(xp):
     with pytest.raises(ValueError, match="two tensors are named 'w'"):
         grace.build([("w", xp.zeros(3)), ("w", xp.zeros(3))])
     grace.build({"w": xp.zeros(3)})
-    grace.build({"w": xp.zeros(3)})  # the same again adds nothing
+    grace.build({"w": xp.zeros(3)})  # building the same tensors again changes nothing
     with pytest.raises(ValueError, match=r"'w'.*shapes must not change"):
         grace.build({"w": xp.zeros(4)})
     assert grace.names == ["w"]

@@ -1,4 +1,4 @@
-"""Local training: the algorithm on every toolkit, what is sent, faults, states, and workers of other processes."""
+"""Local training: the algorithm on every toolkit, bytes, faults, states, and real workers."""
 
 import functools
 import re
@@ -73,7 +73,7 @@ def test_nesterov(xp):
 
 
 def test_heavy_ball():
-    # v = mu v + D, b = b - eta v, written a second time.
+    # The same formulas in Python: v = mu v + D, b = b - eta v.
     make = lambda transport: SlowMo(grace_from_params(NONE, transport), 2, 0.5, outer_lr=0.25)  # noqa: E731
     workers, base, momentum = team(backend("numpy"), 2, {"w": np.ones(1)}, make, dtype="float64"), 1.0, 0.0
     for t in range(6):
@@ -101,7 +101,7 @@ def test_exchanging_in_every_step_is_synchronous_sgd():
         assert np.abs(worker.numpy("w") - synchronous).max() <= 1e-15 * np.abs(synchronous).max()
 
 
-# TensorFlow is slow here, and its real workers run the others.
+# TensorFlow is slow in this process; its real workers run the other methods.
 LANDINGS = [(method, name) for method in METHODS for name in BACKENDS if name != "tensorflow" or method == "topk"]
 
 
@@ -117,7 +117,7 @@ def test_base_and_momentum_are_equal_everywhere_after_every_landing(method, name
         states = [worker.local.global_state() for worker in workers]
         assert all(equal(state, states[0]) for state in states)
         assert workers[0].local.landed == (t + 1) // 2
-    assert not np.array_equal(workers[0].numpy("a"), workers[1].numpy("a"))  # a quarter is each worker's own
+    assert not np.array_equal(workers[0].numpy("a"), workers[1].numpy("a"))  # a quarter of "a" stays the worker's own
     finish(workers)
     for worker in workers:
         for name in SHAPES:
@@ -126,13 +126,13 @@ def test_base_and_momentum_are_equal_everywhere_after_every_landing(method, name
 
 @pytest.mark.parametrize("method", ["topk", "powersgd", "qsgd"])
 def test_what_was_sent_and_what_is_left_is_all_that_moved(method):
-    # With beta = 1, LocalSGD's base moves by the mean of what was sent.
+    # With outer_lr = 1, LocalSGD's base moves by the mean of the sent movements.
     params = {**METHODS[method], "memory": "residual", "min_numel": 0}
     workers = team(backend("numpy"), 2, START, lambda t: LocalSGD(grace_from_params(params, t), 6, fragments=2))
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for t in range(18):
         before = workers[0].local.global_state()["base"]
-        for rank, worker in enumerate(workers if t % 3 == 2 else []):  # an exchange starts and lands
+        for rank, worker in enumerate(workers if t % 3 == 2 else []):  # in a step that launches and lands an exchange
             moved = drift(t, rank, SHAPES)
             for name in worker.local.fragments[worker.local.landed % 2]:
                 total[name] += before[name] - (worker.numpy(name) - moved[name])
@@ -149,7 +149,7 @@ def test_what_was_sent_and_what_is_left_is_all_that_moved(method):
 
 
 def test_weights_count_by_worker_and_exchange():
-    weights = [[1.0, 0.5, 2.0], [0.25, 1.0, 1.5]]  # of each worker, at each of three exchanges
+    weights = [[1.0, 0.5, 2.0], [0.25, 1.0, 1.5]]  # for each worker, the weights of three exchanges
 
     def make(transport):
         calls = iter(weights[transport.rank])
@@ -167,7 +167,7 @@ def test_weights_count_by_worker_and_exchange():
 
 
 def test_narrow_parameters_have_a_wide_base(xp):
-    # 0.1 of a movement of one unit in the last place is none in float16, and ten of them are one.
+    # In float16, 0.1 of a unit in the last place is lost, but ten of them add up to one.
     unit = 2.0**-11
     make = lambda transport: LocalSGD(grace_from_params(NONE, transport), 1, outer_lr=0.1)  # noqa: E731
     workers, values = team(xp, 1, {"w": np.ones(2)}, make, dtype="float16"), []
@@ -213,14 +213,14 @@ def test_finish_is_one_last_exchange_and_no_second_one():
     finish(workers)
     after = workers[0].local.state_dict()
     assert workers[0].numpy("w") == workers[1].numpy("w") == after["base"]["w"]
-    finish(workers)  # would move the base by the momentum
+    finish(workers)  # a second call must not move the base by the momentum
     assert equal(workers[0].local.state_dict(), after)
     step(workers, lambda rank: {"w": 1.0})
     assert workers[0].local.state_dict()["inner"] == 1
 
 
 def test_a_step_of_the_grace_is_a_turn_of_all_fragments():
-    # ACP-SGD alternates between its factors by the step: with two fragments each would have one of them always.
+    # ACP-SGD alternates its factors by step: with a step for each fragment, a fragment would use only one of them.
     params = {"compressor": "acpsgd", "compress_rank": 2}
     workers = team(backend("numpy"), 2, START, lambda t: LocalSGD(grace_from_params(params, t), 2, fragments=2))
     for t in range(4):
@@ -324,7 +324,7 @@ SENT = [[4.0, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 8.0, 1.0]]
 )
 def test_means_over_senders_and_clipped_to_the_median_norm(xp, means, wanted):
     params = {"compressor": "topk", "compress_ratio": 0.25, "min_numel": 0}
-    params |= {} if means else {"communicator": "allgather"}  # else the default
+    params |= {} if means else {"communicator": "allgather"}  # otherwise the default communicator
     make = lambda t: from_params({"local": {"preset": "localsgd", "sync_every": 1, **means}, **params}, t)  # noqa: E731
     workers = team(xp, 3, {"w": np.zeros(4)}, make)
     step(workers, lambda rank: {"w": SENT[rank]})
@@ -366,7 +366,7 @@ def test_what_has_no_mean_of_peers_is_refused():
 
 
 def test_bytes_of_a_step_are_those_of_a_payload_over_h():
-    # SparseLoCo on whole chunks: (8 + 4 + 2) bits for each of 64 elements and two magnitudes, of 4096.
+    # SparseLoCo with whole chunks: (8 + 4 + 2) bits for each of 64 elements and for two magnitudes, per 4096 elements.
     world, rows = World(2), 25
     start = {"w": normal(rows, 4096)}
     workers = [
@@ -382,7 +382,7 @@ def test_bytes_of_a_step_are_those_of_a_payload_over_h():
 
 
 def test_later_rounds_leave_while_training_goes_on():
-    params = {**METHODS["powersgd"], "min_numel": 0}  # two rounds
+    params = {**METHODS["powersgd"], "min_numel": 0}  # two rounds of communication
     make = lambda t: LocalSGD(grace_from_params(params, t), 4, fragment_sync_delay=2)  # noqa: E731
     workers = team(backend("numpy"), 2, START, make)
     rounds = []
@@ -395,7 +395,7 @@ def test_later_rounds_leave_while_training_goes_on():
 
 # -- faults --------------------------------------------------------------------------------------------------------
 class Lossy(LocalTransport):
-    """A transport that fails at a moment, on all workers."""
+    """A transport in which all workers fail at a given point."""
 
     fault = None
 
@@ -414,7 +414,7 @@ class Lossy(LocalTransport):
 
 @dataclass(frozen=True)
 class Failing(TopK):
-    """Top-k that fails where `Lossy.fault` says so."""
+    """Top-k that fails if `Lossy.fault` names it."""
 
     def compress(self, x, state, ctx):
         if Lossy.fault == "compress" and ctx.name == "a":
@@ -431,7 +431,7 @@ def test_an_exchange_that_fails_changes_nothing_and_the_next_one_has_it_all(faul
     def own(worker):
         return [worker.local.global_state(), worker.local.grace.state_dict(), {n: worker.numpy(n) for n in SHAPES}]
 
-    runs, last = [], 7 if fault == "flight" else 6  # a step that launches, or one that lands
+    runs, last = [], 7 if fault == "flight" else 6  # the step that launches, or the one that lands
     for failing in (False, True):
         world = World(2)
         workers = [Worker(xp, START, make, Lossy(world, rank)) for rank in (0, 1)]
@@ -491,7 +491,7 @@ def test_workers_of_different_landings_find_out_and_begin_again_from_the_last_ba
 
 
 class Team:
-    """Workers of local training with top-k, of which one is killed now and then; others join."""
+    """Workers of local training with top-k, some of which are killed; others join."""
 
     def __init__(self, momentum):
         self.momentum, self.t = momentum, 0
@@ -513,7 +513,7 @@ class Team:
         return [(w.local.global_state(), {n: w.numpy(n) for n in SHAPES}, w.local.landed) for w in workers]
 
     def gather(self, survivors, joins):
-        """``survivors`` go on with new workers; checks what all have then."""
+        """Continue with ``survivors`` and new workers; checks all states."""
         before, rest = self.states(survivors), self.residuals(survivors)
         newest, _, landed = max(before, key=lambda state: state[2])
         states = [worker.local.state_dict() for worker in survivors]
@@ -526,11 +526,11 @@ class Team:
             assert equal(shared, newest)
             stays = rank < len(before) and before[rank][2] == landed
             assert equal(own, before[rank][1] if stays else newest["base"])
-        for name, left in self.residuals(self.workers).items():  # nothing is lost but what the killed one held back
+        for name, left in self.residuals(self.workers).items():  # only the killed worker's residual is lost
             np.testing.assert_allclose(left, rest[name], atol=1e-5)
 
     def interval(self, fault=None):
-        """Train up to a landing. A ``fault`` is seen by all, or, in "part", by worker 0 alone, and changes nothing."""
+        """Train until a landing. A ``fault`` stops all workers ("part": only worker 0), and must change nothing."""
         before, rest, moved = self.states(self.workers), self.residuals(self.workers), {}
         for inner in range(1, 5):
             for rank, worker in enumerate(self.workers):
@@ -575,7 +575,7 @@ def test_survivors_of_twenty_kills_are_equal_and_lose_nothing(momentum):
         if kind == "joining":
             group.gather(group.workers, 1)
             group.interval("launch")
-            lost = len(group.workers) - 1  # the one that has just come
+            lost = len(group.workers) - 1  # the worker that joined last
         else:
             group.interval(None if kind == "landed" else kind)
             lost = int(rng.integers(len(group.workers)))
@@ -621,7 +621,7 @@ def test_a_run_goes_on_from_any_inner_step_bit_for_bit(xp):
             for worker in whole
         ])  # fmt: skip
         step(whole, lambda rank, t=t: drift(t, rank, SHAPES))
-    moments = range(steps) if xp.name == "numpy" else (5, 7)  # the first has an exchange under way, of two steps left
+    moments = range(steps) if xp.name == "numpy" else (5, 7)  # in 5 an exchange is in flight, with two steps to go
     for moment in moments:
         again = team(xp, 2, START, resumable, buffers=buffers)
         for worker, (state, values) in zip(again, saved[moment], strict=True):
@@ -648,7 +648,7 @@ def test_files_hold_it_and_before_build_it_waits(tmp_path):
     values = {name: worker.numpy(name) for name in SHAPES}
     other.build(values)
     assert equal(other.state_dict(), worker.local.state_dict())
-    assert equal(values, {name: worker.numpy(name) for name in SHAPES})  # they stay this worker's own
+    assert equal(values, {name: worker.numpy(name) for name in SHAPES})  # parameters remain this worker's own
 
 
 def test_another_number_of_workers_begins_an_interval_from_the_base():
@@ -659,10 +659,10 @@ def test_another_number_of_workers_begins_an_interval_from_the_base():
     states = [worker.local.state_dict() for worker in three]
     for size, given in [(2, states), (4, states[:2])]:
         workers = team(backend("numpy"), size, START, make)
-        if len(given) == 3:  # all of them, from checkpoints
+        if len(given) == 3:  # all states, from checkpoints
             for worker in workers:
                 worker.local.load_state_dict(*given)
-        else:  # two are left of an elastic job, and two have come
+        else:  # two workers of an elastic job remain, and two join
             world = World(size)
             workers = [*three[:2], *workers[2:]]
             for rank, worker in enumerate(workers):
@@ -670,7 +670,7 @@ def test_another_number_of_workers_begins_an_interval_from_the_base():
         for rank, worker in enumerate(workers):
             assert equal(worker.local.global_state(), three[0].local.global_state())
             assert worker.local.steps == 6
-            begins = size == 2 or rank >= 2  # who stays in an elastic job goes on with its own parameters
+            begins = size == 2 or rank >= 2  # a remaining worker keeps its own parameters
             assert np.array_equal(worker.numpy("a"), states[0]["base"]["a"]) == begins
         left = sum(worker.local.grace.state_dict()["tensors"]["a"]["memory/residual"] for worker in workers)
         before = sum(state["grace"]["tensors"]["a"]["memory/residual"] for state in given)
@@ -683,7 +683,7 @@ def test_another_number_of_workers_begins_an_interval_from_the_base():
 
 def test_all_workers_exchange_in_a_finish_right_after_one_joins():
     make = lambda t: DiLoCo(grace_from_params(NONE, t), 4)  # noqa: E731
-    for steps in (4, 6):  # right after a landing, and between two
+    for steps in (4, 6):  # right after a landing, and between landings
         survivors = team(backend("numpy"), 2, START, make)
         for t in range(steps):
             step(survivors, lambda rank, t=t: drift(t, rank, SHAPES))
@@ -745,7 +745,7 @@ def test_pytorch_buffers_inference_mode_and_parameters_that_come_later():
     grace.torch.local(optimizer, local, model.named_parameters(), model.named_buffers())
     assert list(local._model.buffers) == ["1.running_mean", "1.running_var"]
     with torch.no_grad():
-        model[0].bias.fill_(7.0)  # as a broadcast does: the base is what the first step finds
+        model[0].bias.fill_(7.0)  # like a broadcast: the first step takes this value as the base
 
     def batch():
         optimizer.zero_grad()
@@ -756,7 +756,7 @@ def test_pytorch_buffers_inference_mode_and_parameters_that_come_later():
     assert torch.equal(local.global_state()["base"]["0.bias"], torch.full((3,), 7.0))
     with torch.inference_mode():
         local.finish()
-    batch()  # what was made in inference mode could not be written to here
+    batch()  # fails if `finish` made inference tensors, which cannot be changed in place
     model.train()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(RuntimeError, match="parameters that local training does not know"):
@@ -817,17 +817,17 @@ def test_workers_in_other_processes(launcher, kind, size, tmp_path):
     for group in {worker["group"] for worker in found}:
         mine = [worker for worker in found if worker["group"] == group]
         for name, history in mine[0]["pair"].items():
-            assert len(set(history)) == len(history) == 6, name  # every landing moved base and momentum
+            assert len(set(history)) == len(history) == 6, name  # every landing changes base and momentum
             assert all(worker["pair"][name] == history for worker in mine), name
     for name, history in found[0]["all"].items():
         assert len(set(history)) == len(history) == 6, name
         assert all(worker["all"][name] == history for worker in found), name
-    # Worker 1 comes half a second late to the launch: the others train on, and wait for it where they land.
+    # Worker 1 launches half a second late: the others continue to train, and wait for it when the exchange lands.
     assert found[0]["launch seconds"] < 0.25
     assert found[0]["step seconds"] < 0.25
     assert found[0]["land seconds"] > 0.2
     if kind != "tensorflow":
-        assert found[0]["under way"] >= 0.1  # the trace has messages that travel for two steps of 0.05 s
+        assert found[0]["under way"] >= 0.1  # messages are in flight during two steps of 0.05 s
     if kind == "torch":
         for worker in found[:-1]:
             assert re.search(r"has lost another one|has waited 5 s", worker["lost"])

@@ -1,4 +1,4 @@
-"""Local training whose weights change besides its steps, workers that do different things, and renamed states."""
+"""Local training: weights changed outside its steps, workers that do different things, and renamed states."""
 
 import re
 
@@ -33,7 +33,7 @@ def mean(workers, name):
 @pytest.mark.parametrize("steps", [6, 8])
 @pytest.mark.parametrize("who", [(0, 1, 2), (1,)])
 def test_written_weights_become_their_plain_mean(xp, steps, who):
-    """By all workers or one, in a slot or after a landing; NumPy's mean is the oracle, and momentum stays."""
+    """Weights written by all workers or one, within an interval or after a landing; the oracle is NumPy's mean."""
     workers = team(xp, 3, START, made(fragments=2, weights=2.0))
     train(workers, steps)
     for rank in who:
@@ -58,7 +58,7 @@ def test_written_weights_become_their_plain_mean(xp, steps, who):
 def test_equal_weights_that_all_restore_are_left_to_the_bit():
     workers = team(backend("numpy"), 2, START, made())
     train(workers, 4)
-    best = {name: workers[0].numpy(name) for name in SHAPES}  # of a landing: equal on all
+    best = {name: workers[0].numpy(name) for name in SHAPES}  # directly after a landing: equal on all workers
     train(workers, 3, 4)
     for worker in workers:
         for name, value in best.items():
@@ -82,7 +82,7 @@ def test_buffers_that_moved_alone_are_averaged_alone(xp):
 
 
 def test_a_state_loaded_after_a_landing_has_nothing_to_finish():
-    """Buffers and parameters are what the workers agreed on, though nobody has seen them change."""
+    """Buffers and parameters are the agreed ones, though these objects did not see them change."""
     buffers = {"mean": np.ones(5, np.float32)}
     workers = team(backend("numpy"), 2, START, made(), buffers=buffers)
     train(workers, 4)
@@ -90,7 +90,7 @@ def test_a_state_loaded_after_a_landing_has_nothing_to_finish():
     for worker, other in zip(workers, again, strict=True):
         for name in SHAPES:
             other._put(name, worker.numpy(name))
-        other._put("mean", worker.numpy("mean") + 1)  # equal on both
+        other._put("mean", worker.numpy("mean") + 1)  # the change is equal on both workers
         other.local.load_state_dict(worker.local.state_dict())
     finish(again)
     assert [worker.local.landed for worker in again] == [1, 1]
@@ -114,7 +114,7 @@ def test_a_worker_that_finishes_alone_stops_all_and_nothing_changes():
     workers[1].move(drift(7, 1, SHAPES))
     runs = [workers[0].local.finishing(), workers[1].local.stepping()]
     before = [(worker.local.global_state(), {name: worker.numpy(name) for name in SHAPES}) for worker in workers]
-    assert [next(run, "ended") for run in runs] == [None, None]  # both have sent their places
+    assert [next(run, "ended") for run in runs] == [None, None]  # both have sent what they are doing
     for rank, run in enumerate(runs):
         doing = [r"in finish\(\) after step 6", "in a regular exchange after step 8"][rank]
         text = rf"some are in finish\(\), others in a regular .* 6 to 8\. Worker {rank} of 2 is {doing}"
@@ -175,7 +175,7 @@ def test_a_state_of_the_same_model_under_other_names_is_taken(pair):
                 assert np.array_equal(found[key][mine[old]], state[key][saved[old]])
         theirs, now = (each["grace"]["tensors"] for each in (state, found))
         assert equal(theirs.get(saved[old]), now.get(mine[old]))
-    assert theirs  # top-k's residuals
+    assert theirs  # top-k has residuals
     waiting = LocalSGD(grace.grace_from_params(METHODS["topk"], LocalTransport()), 2)
     waiting.load_state_dict(state)
     waiting.build({new: START[old].copy() for old, new in mine.items()})
@@ -201,7 +201,7 @@ def test_a_state_whose_names_are_ambiguous_names_the_remedy():
     other = LocalSGD(grace.grace_from_params(METHODS["topk"], LocalTransport()), 2)
     other.build({f"blocks.{number}.weight": value for number, value in enumerate(layers.values())})
     short = LocalSGD(grace.grace_from_params(METHODS["topk"], LocalTransport()), 2)
-    short.build({"1.weight": np.ones((3, 3), np.float32), "weight": np.ones((3, 3), np.float32)})  # ends both names
+    short.build({"1.weight": np.ones((3, 3), np.float32), "weight": np.ones((3, 3), np.float32)})  # both names match
     with pytest.raises(ValueError, match="names do not match by their ends"):
         short.load_state_dict(twins.state_dict())
     for local in (twins, other):
@@ -218,13 +218,13 @@ KINDS = {"torch": "torchrun", "horovod": "horovodrun", "tensorflow": "horovodrun
 
 @pytest.fixture(scope="module", params=KINDS)
 def changed(request, tmp_path_factory):
-    """What two workers of a kind found."""
+    """The findings of two workers of a kind."""
     kind = request.param
     return kind, launch(KINDS[kind], 2, "local_changed.py", tmp_path_factory.mktemp("out"), kind)
 
 
 def means(workers, key):
-    """Check that all have the float64 mean of what each had; returns the latter."""
+    """Check that all workers have the float64 mean of their weights; returns each worker's own weights."""
     mine = [worker[key]["mine"] for worker in workers]
     for name in mine[0] if isinstance(mine[0], dict) else range(len(mine[0])):
         wanted = np.mean([np.asarray(each[name], "f8") for each in mine], 0)
@@ -271,7 +271,7 @@ ERRORS = {
 
 @processes
 def test_workers_that_do_different_things_all_raise(changed):
-    """With one fragment, and with two of other sizes, of which gloo would end the process."""
+    """With one fragment, and with two of different sizes: there gloo would otherwise end the process."""
     kind, found = changed
     cases = [f"{name} {parts}" for name in ERRORS for parts in ((1, 2) if kind == "torch" else (2,))]
     for case in [*cases, "alone, with a delay"]:
@@ -307,13 +307,13 @@ def test_a_second_average_and_parameters_without_an_optimizer_are_refused(change
 @processes
 @pytest.mark.parametrize("launcher, toolkit", [("torchrun", "torch"), ("horovodrun", "tensorflow")])
 def test_after_fit_all_have_one_model_in_any_order_of_callbacks(launcher, toolkit, tmp_path):
-    """Best weights, averaged ones, and those that a callback prunes on one worker alone."""
+    """The callbacks restore the best weights, average weights, or prune weights on one worker alone."""
     found = launch(launcher, 2, "local_callbacks.py", tmp_path, toolkit)
     keys = [key for key, value in found[0].items() if isinstance(value, dict)]
     assert len(keys) == (12 if toolkit == "torch" else 4)
     for key in keys:
         mine = means(found, key)
-        if not key.startswith("best 8"):  # equal where an epoch ends with a landing
+        if not key.startswith("best 8"):  # in "best 8" an epoch ends with a landing, so weights are equal
             assert any(not np.array_equal(one, other) for one, other in zip(*mine, strict=True)), key
     for worker in found:
         for batches in (7, 8) if toolkit == "torch" else (7,):

@@ -1,4 +1,4 @@
-"""Methods that see matrices: powersgd, acpsgd, gradzip, atomo, dion, demo."""
+"""Methods that compress matrices: powersgd, acpsgd, gradzip, atomo, dion, demo."""
 
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def product(a, b, rank, seed=0):
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_powersgd_is_exact_for_means_of_low_rank(xp, rank):
-    # The workers' own matrices have full rank; only their mean has not.
+    # Each worker's matrix has full rank; only their mean has low rank.
     graces = workers({"compressor": "powersgd", "compress_rank": rank}, 2)
     low, full = product(40, 30, rank), spread(40, 30, seed=1)
     gradients = [{"w": xp.asarray(m.astype(np.float32), "float32")} for m in (low + full, low - full)]
@@ -62,7 +62,7 @@ def test_powersgd_approaches_the_best_approximation(xp):
         errors.append(np.linalg.norm(receive(method, xp, payload, ctx).reshape(40, 30) - m))
     best = np.sqrt((np.linalg.svd(m, compute_uv=False)[rank:] ** 2).sum())
     assert errors[-1] == pytest.approx(best, rel=1e-3)
-    # Only a start from the step before can do that: one step from random numbers is worse.
+    # This needs the warm start: a single step from random numbers is worse.
     assert errors[0] > 1.01 * best
     assert all(after <= before * (1 + 1e-4) for before, after in pairwise(errors))
 
@@ -75,7 +75,7 @@ def test_powersgd_keeps_its_warm_start(xp):
     assert start.shape == (2, 30)
     grace.step({"w": xp.asarray(m, "float32")})
     q = states([grace])[0]["w", "compressor/q"]
-    # Pᵀ M of the exchange: the next step starts there.
+    # The expected Q is Pᵀ M of this exchange, from which the next step starts.
     p = np.linalg.qr(m @ start.T)[0]
     np.testing.assert_allclose(q.T @ q, (p.T @ m).T @ (p.T @ m), atol=1e-4)
 
@@ -112,7 +112,7 @@ def test_powersgd_follows_the_formula(xp, size, shape, sides):
 
 @pytest.mark.parametrize("zero_rows", [0, 4, 20])
 def test_powersgd_recovers_from_zero(xp, zero_rows):
-    # After a zero gradient, also where the first rows (padding, say) stay zero.
+    # After a zero gradient; also if the first rows (such as padding) stay zero.
     method, shape = method_of(compressor="powersgd", compress_rank=4), (40, 30)
     m = product(40, 30, 4)
     m[:zero_rows] = 0
@@ -148,13 +148,13 @@ def test_lost_directions_are_replaced(xp):
         np.testing.assert_array_equal(each[[0, 3]], rows[[0, 3]] / abs(rows[[0, 3]]).max(1, keepdims=True))
         assert np.linalg.matrix_rank(each) == 4
     np.testing.assert_array_equal(found[0], found[1])
-    for one, other in pairwise(found[1:]):  # one that did not help is not tried again
+    for one, other in pairwise(found[1:]):  # a failed direction is not tried again
         assert not (one[1:3] == other[1:3]).any()
 
 
 def test_spare_directions_are_those_of_numpy(xp):
     for step in (0, 3, 10**9):
-        for shape in ((40, 30), (20_000, 3000), (20_000, 20_000)):  # cut from the table, and too many for that
+        for shape in ((40, 30), (20_000, 3000), (20_000, 20_000)):  # the last is too large for the table
             rows = np.zeros((4, shape[1]), np.float32)
             found, expected = (revived(each, shape, rows, step=step) for each in (xp, backend("numpy")))
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -163,7 +163,7 @@ def test_spare_directions_are_those_of_numpy(xp):
 
 
 def test_spare_directions_are_drawn_once_for_all_tensors(xp, monkeypatch):
-    # Devices and graphs, which do not look whether any is wanted, make them for each tensor in each step.
+    # On devices and in graphs spare directions are made in every step, whether they are needed or not.
     drawn = []
     plain = Rng.normal
     monkeypatch.setattr(Rng, "normal", lambda rng, n: drawn.append(n) or plain(rng, n))
@@ -192,7 +192,7 @@ def test_powersgd_leaves_alone_what_would_not_shrink(shape, rank, applies):
 
 # -- the others ----------------------------------------------------------------------------------------------------
 def alternating(gradients, p, q, step):
-    """ACP-SGD's mean, each worker's own part of it, and the next factors."""
+    """ACP-SGD's mean, the part of it that each worker sent, and the next factors."""
     if step % 2 == 0:
         q = np.linalg.qr(q.T)[0].T
         own = [m @ q.T for m in gradients]
@@ -274,7 +274,7 @@ def test_gradzip_solves_least_squares(xp):
     gradients = [spread(20, 30, seed=rank) for rank in range(3)]
 
     def fit(m, rows):
-        # argmin |M - X rows|² + c |X|², as an ordinary least-squares problem with rows for c.
+        # argmin |M - X rows|² + c |X|², as a least-squares problem: c adds rows.
         c = 0.1 * (rows**2).sum() / len(rows)
         a = np.vstack([rows.T, np.sqrt(c) * np.eye(len(rows))])
         b = np.vstack([m.T, np.zeros((len(rows), len(m)))])
@@ -287,7 +287,7 @@ def test_gradzip_solves_least_squares(xp):
 
 
 def water(s, r):
-    """ATOMO's chances, one value after the other."""
+    """ATOMO's probabilities, computed one by one."""
     found, rest = np.zeros(len(s)), float(r)
     for i in range(len(s)):
         if rest * s[i] > s[i:].sum() * (1 + 1e-6):
@@ -319,7 +319,7 @@ def test_atomo_sends_singular_vectors_by_their_chances(xp, kind):
 
 @pytest.mark.parametrize("shape", [(20, 15), (15, 20)])
 def test_atomo_finds_the_few_values_that_there_are(xp, shape):
-    # Of a matrix of rank 3 the 5 that are looked for are all: its rows are left with nothing but errors of rounding.
+    # The matrix has rank 3, so the 5 computed singular values are all; the remaining rows hold only rounding errors.
     m = (spread(shape[0], 3, seed=1) @ spread(3, shape[1], seed=2)).astype(np.float32)
     u, s, vt = np.linalg.svd(m.astype(np.float64), full_matrices=False)
     chance, method = water(s[:3], 2), method_of(compressor="atomo", compress_rank=2, leading=5)
@@ -327,18 +327,18 @@ def test_atomo_finds_the_few_values_that_there_are(xp, shape):
         ctx = context(xp, shape, step=step)
         payload, _ = send(method, xp, m, ctx)
         draws = np.asarray(xp.to_numpy(ctx.rng("draw").uniform(20)))[:3]
-        if (abs(draws - chance) < 2e-3).any():  # errors of rounding have a chance, too, at the others' expense
+        if (abs(draws - chance) < 2e-3).any():  # too close: a rounding error may be drawn instead
             continue
         chosen = draws < chance
         expected = (u[:, :3][:, chosen] * (s[:3] / chance)[chosen]) @ vt[:3][chosen]
         found = receive(method, xp, payload, ctx).reshape(shape)
-        np.testing.assert_allclose(found, expected, atol=0.05 * abs(m).max())  # an error of rounding, drawn
+        np.testing.assert_allclose(found, expected, atol=0.05 * abs(m).max())  # a rounding error may be drawn
 
 
 @pytest.mark.parametrize("shape", [(20, 15), (15, 20)])
 @pytest.mark.parametrize("kind", ["flat", "steep"])
 def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
-    # Errors are as the chances of the parts say, and these are not far from the best ones.
+    # The errors agree with the probabilities of the parts, and are close to the optimal ones.
     xp, (a, b), steps = NumpyBackend(), shape, 2000
     m = (spread(a, b) if kind == "flat" else decaying(a, b)).astype(np.float32)
     s = np.linalg.svd(m.astype(np.float64), compute_uv=False)
@@ -363,7 +363,7 @@ def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
 
 # -- dion -----------------------------------------------------------------------------------------------------------
 def ortho(gradient, m, q, mu=0.95):
-    """Dion's update, momentum and Q[r, b] of one worker with the mean gradient, by the paper."""
+    """Dion's update, momentum and Q[r, b], by the paper, for a single worker with the mean gradient."""
     m = m + gradient
     p = np.linalg.qr(m @ q.T)[0]
     r = p.T @ m
@@ -434,7 +434,7 @@ def test_dion_without_gradients_moves_nothing(xp):
 
 
 def test_dion_of_a_momentum_outside_q_moves_nothing(xp):
-    # P is zero, though the momentum is not: no update along whatever basis a QR completes.
+    # P is zero, though the momentum is not: the update must not follow the basis with which QR replaces P.
     method, ctx = method_of(compressor="dion", rank_fraction=0.25), context(xp, (20, 16))
     m, q = spread(20, 16), np.eye(4, 16, dtype=np.float32)
     m[:, :4] = 0
@@ -521,7 +521,7 @@ def test_demo_keeps_the_largest_coefficients_of_each_chunk(xp, shape):
 
 
 def test_demo_averages_over_senders_and_takes_signs(xp):
-    # Two workers of three send the first coefficient, one the second, nobody the others.
+    # Of three workers, two send the first coefficient and one the second; none sends the others.
     method = method_of(compressor="demo", chunk=4, chunk_k=1, average="senders")
     basis, ctx = dct(4), context(xp, 4, world_size=3)
     sent = [3 * basis[0], basis[0], -8 * basis[1]]

@@ -25,7 +25,7 @@ def largest(x):
 
 
 class Worker:
-    """One worker's memory by the paper: what it sends of a gradient, and what it makes of the mean."""
+    """One worker's memory, from the paper's formulas: what it sends for a gradient, and what it makes of the mean."""
 
     def __init__(self, **settings):
         self.e, self.u, self.h, self.mean = np.zeros((4, N))
@@ -101,7 +101,7 @@ class EControl(EF21):
 
 class Diana(Worker):
     def send(self, g, lr):
-        sent = (g - self.h).astype(np.float32)  # an unbiased method that loses nothing: the algebra alone
+        sent = (g - self.h).astype(np.float32)  # without compression error: tests only the algebra
         self.h += self.settings["alpha"] * sent
         return sent
 
@@ -124,7 +124,7 @@ class LowPass(Worker):
 
 class EFSignSGD(Worker):
     def send(self, g, lr):
-        # In units of the parameters: lr * g + e is compressed, and the optimizer's lr divides it again.
+        # In units of the parameters: compresses lr * g + e, which the optimizer multiplies by lr again.
         if lr == 0:
             return largest(g)
         p = lr * g + self.e
@@ -133,11 +133,11 @@ class EFSignSGD(Worker):
         return sent / lr
 
 
-BOUND = 0.1 / 0.001**0.5  # learning rates that Adam moves an element by at most
+BOUND = 0.1 / 0.001**0.5  # the largest step of Adam, in units of the learning rate
 
 
 class OneBitAdam(Worker):
-    """Adam by its own paper, then the frozen one; exact means are handed to ``learn``."""
+    """Adam by its own paper, then with its second moment frozen; ``learn`` takes exact means."""
 
     def learn(self, mean, t):
         self.u = 0.9 * self.u + 0.1 * mean
@@ -221,7 +221,7 @@ def test_onebit_adam_is_bounded_where_the_warm_up_saw_no_gradient(xp):
         (found,) = lockstep(graces, [{name: xp.asarray(x, "float32") for name, x in given.items()}])
         for mean in found.values():
             assert np.abs(xp.to_numpy(mean)).max() <= BOUND * 1.0001
-        if late:  # what is new moves as what is known does
+        if late:  # new elements move as far as known ones
             common, rare = (np.abs(xp.to_numpy(found["rare"]))[part[:, 0]] for part in (rows, ~rows))
             assert 0 < rare.mean() < 3 * common.mean()
             assert np.abs(xp.to_numpy(found["never"])).mean() > 0.1
@@ -345,7 +345,7 @@ def test_ef21_approaches_a_steady_gradient_as_promised(xp):
     for _ in range(30):
         errors.append(np.linalg.norm(exchanged(xp, graces, fixed)[0] - target))
     worst = max(np.linalg.norm(g) for g in fixed)
-    # Top-k of a tenth contracts by 1 - 1/10, and here all is sent after ten steps.
+    # Top-k of a tenth contracts errors by 1 - 1/10, and sends everything within ten steps.
     assert all(error <= worst * math.sqrt(0.9) ** step for step, error in enumerate(errors, 1))
     assert errors[-1] < 1e-5 * worst
 
@@ -431,7 +431,7 @@ def test_diana_learns_as_fast_as_the_variance_allows():
 
 
 def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
-    # Held back at rate 1 and sent at rate 1/100: the parameters must move as if it had been sent at once.
+    # An error from rate 1 is sent at rate 1/100; parameters must move as if it had been sent at once.
     params = {"compressor": "topk", "compress_ratio": 0.5, "memory": "efsignsgd"}
     (grace,) = built(xp, params, n=2, size=1)
     moved = np.zeros(2)
@@ -580,7 +580,7 @@ RARE = {"compressor": "none", "memory": "onebit_adam", "freeze_step": 20}
 
 
 def rare_gradients(first, kind):
-    """Of each step: half of the elements have gradients always, the others from step 30 on, or almost none before."""
+    """Gradients of 100 steps. Half of the elements (or all) have almost none before ``first``, then each fifth step."""
     for step in range(100):
         g = normal(N, seed=step).astype(np.float64)
         rare = slice(N // 2 if kind != "all" else 0, N)

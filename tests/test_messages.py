@@ -1,4 +1,4 @@
-"""Messages: what travels together, and what is rejected on arrival, with the sender's name."""
+"""Messages: the packing of arrays, and errors on arrival, which name the sender."""
 
 import ctypes
 import re
@@ -68,7 +68,7 @@ def test_messages_of_another_length_are_refused(xp, change):
 
 
 def gathered(xp):
-    """What worker 1 of two gets where each gathers three payloads: of two arrays, of one without elements, of one."""
+    """Worker 1's results, where both workers gather three payloads: two arrays, one empty array, one array."""
     world = World(2)
     transports = [LocalTransport(world, rank).bind(xp) for rank in range(2)]
     sent = [
@@ -112,7 +112,7 @@ def test_a_kernel_finds_payloads_where_they_lie(name):
             ]
 
 
-HEADS = {  # [3, 2] are right: 3 of 4 bytes and 2 of 8
+HEADS = {  # correct: [3, 2], for 3 elements of 4 bytes and 2 of 8
     "too many": [4, 2],
     "too few": [3, 1],
     "less than none": [5, -1],
@@ -151,7 +151,7 @@ def test_a_graph_refuses_them_when_it_runs():
             unpacked(tf.constant(data))
 
 
-# What worker 1's message becomes on the way: each time a number of it that addresses memory.
+# Settings with which a message ends with a position; the test replaces it in worker 1's message.
 SPOILT = {
     "topk": {"compressor": "topk", "communicator": "allgather", "compress_ratio": 0.1},
     "threshold": {"compressor": "threshold", "communicator": "allgather", "threshold": 1.0},
@@ -190,7 +190,7 @@ def test_all_workers_refuse_a_position_and_name_its_worker(toolkit, name, kernel
     for grace, mine in zip(graces, gradients, strict=True):
         grace.launch(mine)
     waiting, said = list(graces), []
-    while waiting:  # in lockstep, each to its end or its error
+    while waiting:  # in lockstep, until each has ended or failed
         for grace in list(waiting):
             try:
                 if grace.advance():

@@ -89,10 +89,10 @@ ALWAYS = {"toolkits_agree_with_numpy", "a_step_is_traced_once"}
 
 
 def laws():
-    """Rows with the laws of one toolkit each.
+    """Pairs of a row and the laws to check, for one toolkit.
 
-    An eager operation of TensorFlow takes twenty times as long as NumPy's: each of a method's rows takes its share of
-    the laws, so that every method is held to all; the rest is exhaustive.
+    TensorFlow's eager operations take twenty times as long as NumPy's. So there the rows of a method share most laws;
+    the remaining checks are marked exhaustive. Other toolkits check all laws with all rows.
     """
     for name in BACKENDS:
         of_method = Counter()
@@ -138,7 +138,7 @@ def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
         x = spread(*shape)
         ctx = context(xp, shape)
         payload, _ = send(method, xp, x, ctx)
-        if method.compressor.traits.combine is Combine.AGREED:  # the exchange happens while it compresses
+        if method.compressor.traits.combine is Combine.AGREED:  # then it exchanges data while it compresses
             state, array = method.compressor.init(ctx), xp.asarray(x.reshape(-1).copy(), "float32")
             payload = handed_over(lambda ctx: method.compressor.compress(array, state, ctx), ctx)
         assert sum(array.nbytes for array in host(xp, payload)) == row.nbytes(x)
@@ -158,13 +158,13 @@ def test_same_key_same_payload_and_another_step_another_one(row, xp):
         assert same(payload, host(xp, send(method, xp, x, ctx)[0]))
         if (
             method.compressor.traits.combine is Combine.AGREED
-        ):  # on what follows from it: a worker's own part may be beside it
+        ):  # compare the decoded results: payloads may hold a worker's own part
             payload = [receive(method, xp, send(method, xp, x, ctx)[0], ctx)]
         sent[step, rank, seed] = payload
     first = sent.pop((5, 1, 0))
     differs = row.random and row.params.get("compress_ratio") != 1.0
     for (_, rank, _), payload in sent.items():
-        # Positions that are not sent must be drawn alike by all workers; rounding by each on its own.
+        # Workers must draw positions alike if they do not send them, but round independently.
         assert same(first, payload) == (not differs or (rank == 2 and shared))
 
 
@@ -176,7 +176,7 @@ def test_a_zero_votes_plus(row, xp):
 
 
 def test_noise_of_different_workers_is_independent():
-    # What is rounded up on one worker must not be rounded up on all: only then does averaging reduce the noise.
+    # If rounding were the same on all workers, averaging would not reduce its noise.
     xp, n, size = backend("numpy"), 20_000, 8
     method, x = parts(next(row for row in ROWS if row.name == "qsgd")), normal(20_000)
     found = []
@@ -196,7 +196,7 @@ BAD = {
 
 @rows()
 def test_a_lone_bad_element_is_seen(row, xp):
-    # Among zeros, of which a sparse method need not send any.
+    # All other elements are zero: a sparse method need not send any of them.
     method = parts(row)
     for shape in MATRICES[2:] if row.matrix else ((603,), (5000,)):
         for place, value in ((0, np.nan), (0.5, np.inf), (1, -np.inf)):
@@ -251,7 +251,7 @@ def test_nan_and_infinity_on_different_workers(xp):
 
 # -- means, against formulas written once more in NumPy ------------------------------------------------------------
 class Formula:
-    """Workers with their residuals, as the papers put it: no payloads, no programs."""
+    """Simulated workers and their residuals, by the papers' formulas: no payloads, no communication."""
 
     def __init__(self, row, communicator, size, n):
         self.row, self.size, self.n = row, size, n
@@ -261,7 +261,7 @@ class Formula:
         compressor = parts(row).compressor
         unit = 1 if compressor.traits.needs_shape else math.lcm(8, compressor.traits.block_size or 1)
         self.full = math.ceil(n / (unit * size)) * unit
-        self.whole = "twostage" in row.communicators or not self.twostage  # else each shard is sent by itself
+        self.whole = "twostage" in row.communicators or not self.twostage  # otherwise each shard is encoded by itself
 
     def combine(self, found):
         if self.row.name in VOTES:
@@ -319,7 +319,7 @@ def test_every_method_has_a_formula_or_tests_of_its_own():
     assert {row.name for row in ROWS if not (row.formula or row.agreed)} == own
 
 
-# Means of quantiles are often equal, so that rounding decides into which bucket a second sketch puts them.
+# Quantile means are often equal, so rounding decides in which bucket of a second sketch they are.
 @exchanges(lambda row, communicator: (row.formula or row.agreed) and (row.name, communicator) != ("sketch", "twostage"))
 def test_means_follow_the_formula(row, communicator, xp):
     for size in (1, 2, 3, 5) if xp.name == "numpy" else (3,):
@@ -346,7 +346,7 @@ def test_methods_that_keep_everything_give_the_mean(row, communicator, xp):
 
 
 def test_workers_may_send_nothing_and_everything(xp):
-    # Payloads of different lengths, one of them empty, in one exchange.
+    # Payloads of different lengths, one of them empty.
     for communicator in ("allgather", "broadcast"):
         graces = workers({"compressor": "threshold", "threshold": 0.5, "communicator": communicator}, 3)
         gradients = [np.full(1003, 0.1, np.float32), np.full(1003, -3, np.float32), spread(1003)]
@@ -374,7 +374,7 @@ def test_absent_gradients(row, communicator, xp):
         grace.build(arrays[0])
     for grace in graces:
         grace.track_missing = True
-    # Absent on one worker: as if it were zero there.
+    # If only one worker lacks the gradient, it counts as zero.
     some = [{**worker, "a": None if rank == 1 else worker["a"]} for rank, worker in enumerate(arrays)]
     zero = [{**worker, "a": xp.zeros(shape) if rank == 1 else worker["a"]} for rank, worker in enumerate(arrays)]
     for found, expected in zip(lockstep(graces, some), lockstep(reference, zero), strict=True):

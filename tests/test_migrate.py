@@ -1,4 +1,4 @@
-"""docs/migrate.md: upstream's dictionaries are taken or refused with the remedy, and defaults are those of the page."""
+"""docs/migrate.md: upstream's dictionaries are accepted or refused with a remedy; the page's defaults are correct."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*(without error feedback|is read as)")  # taken all the same
+@pytest.mark.filterwarnings("ignore:.*(without error feedback|is read as)")  # accepted, with a warning
 @pytest.mark.parametrize("params", TAKEN, ids=lambda params: params["compressor"] + "-" + params["communicator"])
 def test_upstreams_dictionaries_are_taken(params):
     grace = grace_from_params(params, "local")

@@ -34,7 +34,7 @@ from grace.transports.local import LocalTransport
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     built()
-    monkeypatch.setenv("GRACE_KERNELS", PLAIN)  # the same bits as all others, and as the plain functions
+    monkeypatch.setenv("GRACE_KERNELS", PLAIN)  # all instruction sets give the same bits, also the plain functions
 
 
 DECIDED = ("int4", "topk", "powersgd", "signum", "topk, coded, ef21", "randomk")
@@ -145,7 +145,7 @@ def test_a_thrown_away_exchange_of_a_group_leaves_no_trace(carrier, method):
             step(graces, xp, 100 + number, sizes=sizes)
             for each in graces:
                 each.discard()
-        if number == 4:  # two exchanges of one decision
+        if number == 4:  # two exchanges share a decision
             step(graces, xp, 104, sizes=sizes)
             step(graces, xp, 105, sizes=sizes)
             for each in graces:
@@ -176,7 +176,7 @@ def test_an_exchange_that_is_abandoned_in_flight_leaves_no_trace(carrier, rounds
 @pytest.mark.parametrize("to", [3, 4], ids=["a group", "a vector"])
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_what_a_change_of_method_left_is_kept_until_an_exchange_counts(name, to):
-    """The residual of top-k in two stages goes to the next gradient, by a group or as one vector; once, if applied."""
+    """The next gradient gets the residual of top-k in two stages, as a group or one vector; once, if it is applied."""
     candidates = [
         {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage"},
         {"compressor": "blockint"},
@@ -214,7 +214,7 @@ def test_what_a_change_of_method_left_is_kept_until_an_exchange_counts(name, to)
 
 
 def test_what_a_change_of_method_left_survives_a_mean_that_is_not_finite():
-    """Also with a method whose payload does not show it: such tensors form no group then."""
+    """Also for a method whose payload does not show values that are not finite; its tensors then form no group."""
     xp = backend("numpy")
     auto = {"compressor": "auto", "candidates": [{"compressor": "topk", "communicator": "twostage"}, "natural"]}
     (grace,) = graces = team(auto, 1, xp)
@@ -299,7 +299,7 @@ def test_a_mean_that_is_not_finite_is_zero_or_an_error(options):
     if options["nonfinite"] == "raise":
         with pytest.raises(FloatingPointError, match="'t513'"):
             step(graces, xp, 2, poison)
-        assert unchanged([states(graces)[0]], [before[0]])  # the error ends the test before the other worker lands
+        assert unchanged([states(graces)[0]], [before[0]])  # the error stops the test before worker 1 lands
         return
     found = step(graces, xp, 2, poison)
     assert not any(each["t513"].any() for each in found)
@@ -328,7 +328,7 @@ def test_a_wrong_payload_names_tensor_and_method(method, array):
 
 @pytest.mark.parametrize("kernels", [PLAIN, "off"])
 def test_a_wrong_payload_of_a_second_stage_names_its_worker(kernels, monkeypatch):
-    """Shards of small tensors lie on workers that a hash of the name chooses, not on the first ones."""
+    """A hash of the name decides which workers own the shards of a small tensor."""
     monkeypatch.setenv("GRACE_KERNELS", kernels)
     params = {"compressor": "topk", "index_coding": "int32", "communicator": "twostage", "min_shard": 3000}
     graces = team(params, 4, backend("numpy"), (5000,))
@@ -461,7 +461,7 @@ def test_tensors_with_random_numbers_or_a_state_travel_apart(params):
 # -- rows of state ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_rows_keep_what_was_before(name):
-    """Held or not, moved or not, kept or restored: against a list of arrays and their copies."""
+    """Arrays that are held or not, moved or not, kept or restored, compared with a list of arrays and copies."""
     xp, rng = backend(name), np.random.default_rng(0)
     table, n = RowTable(xp), 5
     cells = [table.add(xp.asarray(rng.standard_normal(4), "float32")) for _ in range(n)]
@@ -511,7 +511,7 @@ def test_rows_keep_what_was_before(name):
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_flag_decides_between_rows(name, counts):
-    """As on a device, whose flag the host does not read; an array without an undecided exchange stays as it is."""
+    """For devices, whose flags the host does not read. Arrays without an undecided exchange stay unchanged."""
     xp = backend(name)
     table = RowTable(xp)
     moved, still = (table.add(xp.full(3, value)) for value in (1.0, 5.0))
@@ -579,7 +579,7 @@ def test_a_method_without_a_recipe_is_exchanged_tensor_by_tensor():
 
 # -- the order of rounds ----------------------------------------------------------------------------------------------
 class Alone(LocalTransport):
-    """One worker, which lists the messages that it sends: bucket.round."""
+    """One worker, which lists the messages that it sends, as bucket.round."""
 
     lockstep = False
 
@@ -612,7 +612,7 @@ ORDERS = {
 @pytest.mark.parametrize("arrive", ["in order", "late", "together", "not all"])
 @pytest.mark.parametrize("case", ORDERS)
 def test_later_rounds_begin_during_the_backward_pass_in_one_order(case, arrive):
-    """However gradients arrive, and also where a worker gives up: all workers send in the same order."""
+    """All workers send in the same order, however gradients arrive, even if a worker gives up."""
     transport, params = Alone(), {**TWO_ROUNDS, **THREE_ROUNDS}[case]
     grace = grace_from_params({"min_numel": 0, "bucket_mb": 4000 / 2**20, **params}, transport)
     gradients = {f"t{number}": np.ones((25, 20), np.float32) for number in range(8)}

@@ -16,7 +16,7 @@ VARIANTS = ["rebuilt", "static graph", "unused", "views", "all"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What the workers of a launcher found; each is launched once."""
+    """The findings of a launcher's workers; each launcher runs once."""
     done = {}
 
     def run(launcher):
@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(params=["horovodrun optimizer", "torchrun optimizer", "torchrun ddp"])
 def torch(request, runs):
-    """What PyTorch's workers found behind one door: a key gives the list of both."""
+    """Findings of PyTorch's workers with one integration: a function of a key returns those of both workers."""
     launcher, door = request.param.split()
 
     def ask(key):
@@ -51,7 +51,7 @@ def ddp(runs):
 
 
 def alike(values):
-    """The array that both workers found, to the bit."""
+    """Assert that both workers found the same bits and finite numbers; returns them."""
     mine, other = values
     assert np.array_equal(mine, other), "workers differ"
     assert np.isfinite(mine).all()
@@ -59,7 +59,7 @@ def alike(values):
 
 
 def trained(found, tolerance):
-    """Workers agree to the bit, and got as far as one worker with all batches, but for a part of the way."""
+    """Assert that workers agree to the bit, and nearly with one worker with all batches, relative to its movement."""
     mine = alike([worker[0] for worker in found])
     _, whole, start = found[0][:3]
     way = np.abs(whole - start).max()
@@ -97,7 +97,7 @@ def test_all_workers_raise_and_can_go_on(torch):
     for _, _, kept, message, steps in found:
         assert kept > {WEIGHT}, "the other tensors' memory, too"
         assert "'0.weight' is not finite" in message
-        # DDP does not go on after an error; else the next gradients are exchanged when their backward pass ends.
+        # DDP does not continue after an error; other integrations exchange again when the next backward pass ends.
         assert steps == (2 if torch.door == "ddp" else 3)
 
 

@@ -26,7 +26,7 @@ GPU = "compress(gpu) allgather*(flat) decompress(gpu)"
 
 
 class Told(LocalTransport):
-    """A transport that says what left."""
+    """A transport that lists the messages it sent."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Told(LocalTransport):
 
 
 def sending(before=lambda: None, rounds=1):
-    """A program that does something and then gathers what it has."""
+    """A program that calls ``before`` and then gathers, in each round."""
     found = []
     for number in range(rounds):
         before()
@@ -57,7 +57,7 @@ def test_messages_leave_in_the_order_of_their_flights():
     go.set()
     assert third.depart(wait=True)
     assert transport.names == ["first.0", "second.0", "third.0"]
-    for _ in range(2):  # a round, and the end
+    for _ in range(2):  # one call for the round, and one to finish
         done = [each.advance() for each in (first, second, third)]
     assert all(done)
     assert list(first.results) == ["slow", "fast"]
@@ -66,7 +66,7 @@ def test_messages_leave_in_the_order_of_their_flights():
 
 def test_buckets_leave_in_order_though_the_first_takes_longest():
     transport = Told()
-    plan = {"tensors": {"a": {"option": GPU}, "b": {"option": CPU}}}  # the last one is in the first bucket
+    plan = {"tensors": {"a": {"option": GPU}, "b": {"option": CPU}}}  # "b" is in the first bucket
     grace = grace_from_params({"compressor": Where(compress_ratio=0.1), "plan": plan, "bucket_mb": 1e-6}, transport)
     given = {name: np.ones(900, np.float32) for name in "ab"}
     grace.build(given)
@@ -120,7 +120,7 @@ def test_what_fails_here_waits_for_the_pool():
 
 @dataclass(frozen=True)
 class Where(TopK):
-    """Top-k that notes which thread compresses, and slowly."""
+    """A slow top-k that records the thread which compresses."""
 
     def compress(self, x, state, ctx):
         THREADS.append((ctx.name, threading.current_thread().name))

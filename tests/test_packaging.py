@@ -24,7 +24,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of this tree to build from: setuptools leaves its build folder there."""
+    """A copy of this tree to build from, since setuptools leaves its build folder in the tree."""
     tree = tmp_path_factory.mktemp("tree")
     for path in ROOT.iterdir():
         if path.is_file():
@@ -37,14 +37,14 @@ def tree(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a wheel")
-    build.build()  # the copy has them, so that they are not compiled for it once more
+    build.build()  # the copy gets these kernels, and need not compile its own
     if (ROOT / "grace" / "kernels" / "_lib").exists():
         shutil.copytree(ROOT / "grace" / "kernels" / "_lib", tree / "grace" / "kernels" / "_lib", dirs_exist_ok=True)
     return wheel_of(tree, tmp_path_factory.mktemp("wheel"), GRACE_ISAS="all")[0]
 
 
 def wheel_of(tree, out, **environment):
-    """The wheel of a tree, and what pip said."""
+    """The wheel of a tree, and pip's output."""
     options = ["--verbose", "--no-deps", "--no-build-isolation", f"--wheel-dir={out}"]
     env = {key: value for key, value in os.environ.items() if key != "CXX"} | environment
     done = subprocess.run([*PIP, "wheel", *options, str(tree)], cwd=tree, env=env, capture_output=True, text=True)
@@ -60,7 +60,7 @@ def libraries_of(wheel):
 
 @pytest.fixture(scope="module")
 def requirements(wheel):
-    """The requirements in the wheel's metadata: extra -> names of distributions; "" are those that everybody needs."""
+    """The requirements in the wheel's metadata: names of distributions by extra; "": requirements without an extra."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
@@ -123,7 +123,7 @@ def test_a_wheel_with_kernels_is_of_any_python_and_one_platform(wheel):
 
 
 def native_of(monkeypatch, macros, fails=False):
-    """`build.native()`, if the compiler says that it compiles for a CPU with these macros."""
+    """`build.native()` with a compiler that reports these macros for the CPU."""
     told = subprocess.CompletedProcess([], int(fails), "".join(f"#define {name} 1\n" for name in macros))
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: told)
     return set(build.native.__wrapped__())
@@ -203,7 +203,7 @@ def test_another_compiler_makes_the_wheel_of_another_machine(tree, tmp_path):
 
 def test_an_editable_install_is_found_from_the_folder_that_holds_its_checkout(tree, tmp_path):
     pytest.importorskip("setuptools", "77", reason="builds a wheel")
-    checkout = tmp_path / "grace"  # which is a namespace package for Python started in tmp_path
+    checkout = tmp_path / "grace"  # a namespace package for a Python started in tmp_path
     shutil.copytree(tree, checkout, ignore=shutil.ignore_patterns("build", "tests", "docs"))
     code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
@@ -266,7 +266,7 @@ def test_an_unknown_user_without_a_home_keeps_kernels_in_the_temporary_folder(tm
         made = own / "grace" / "kernels"
         assert f"there is no home folder, so they are in {made}; XDG_CACHE_HOME names a lasting place" in done.stdout
         assert f"True {made}" in done.stdout
-    else:  # libraries of other users are not loaded, and none is left to them
+    else:  # no libraries of other users are loaded, and none are written
         assert "False None" in done.stdout
         assert "can be written to" in done.stdout
 

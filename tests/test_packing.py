@@ -12,7 +12,7 @@ WIDTHS = range(1, 9)
 
 
 def packed(bits, codes):
-    """All codes as one long integer, code j at bit j * bits: the definition, with Python's integers."""
+    """The definition with Python's integers: one long integer with code j at bit j * bits."""
     n = len(codes)
     size = -(-n * bits // 8) if bits in (1, 2, 4, 8) else -(-n // 8) * bits
     number = sum(code << (j * bits) for j, code in enumerate(codes))

@@ -1,4 +1,4 @@
-"""Pages in a browser, headless Chromium, as wide as a phone and as a desktop: pictures, and what does not fit."""
+"""Pages in headless Chromium, as wide as a phone and as a desktop: takes pictures, and finds parts that do not fit."""
 
 import json
 import os
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 WIDTHS = {"phone": 390, "desktop": 1280}
-# A frame has the width that media queries see; a window cannot be as narrow as a phone. Legends are the keys above the
-# charts and the texts inside them.
+# An iframe, since a window cannot be as narrow as a phone; media queries see the frame's width. Legends are the keys
+# above charts, and the texts inside.
 FRAME = """<!doctype html><body style="margin: 0">
 <iframe src="{page}" style="border: 0; width: {width}px; height: {height}px"></iframe><pre id="found"></pre><script>
 const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
@@ -51,7 +51,7 @@ pytestmark = [
 
 
 def looked_at(page, width, height=2400):
-    """What a page is like in a frame of that width; the picture lies beside it, or in $GRACE_PICTURES."""
+    """Load a page in a frame of this width; returns measures, and saves a picture beside it or in $GRACE_PICTURES."""
     frame = page.with_name(f"{page.stem}-{width}.frame.html")
     frame.write_text(FRAME.format(page=page.name, width=width, height=height))
     pictures = Path(os.environ.get("GRACE_PICTURES", page.parent))

@@ -27,7 +27,7 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 
 
 def given(step, size, tensors=None):
-    """Each worker's gradients of a step."""
+    """The gradients of all workers in a step."""
     rngs = [np.random.default_rng([step, rank]) for rank in range(size)]
     return [
         {name: rng.standard_normal(x.shape).astype(np.float32) for name, x in (tensors or PARAMETERS).items()}
@@ -81,7 +81,7 @@ def test_a_plan_for_these_workers_is_taken_as_it_is():
     file = planned(4, ratio=0.1).to_dict()
     (grace, *_) = workers({"plan": file}, 4)
     assert "links: measured;" in grace.report().plan
-    file["basis"]["cluster"]["inter"]["gbit_per_s"] = 1e6  # would be all dense
+    file["basis"]["cluster"]["inter"]["gbit_per_s"] = 1e6  # a new plan would not compress
     assert strategies(workers({"plan": file}, 4)[0]) == strategies(grace) == planned(4, ratio=0.1).strategies
 
 
@@ -151,7 +151,7 @@ def test_tensors_with_a_method_of_their_own_keep_it_at_every_level():
         end_epoch(graces)
     assert [each["in"] for each in sent] == [8 * 18000, 8 * 1800, 8 * 360]
     assert len({each["middle"] for each in sent}) == 1
-    assert [each["out"] for each in sent] == [8 * 2000, 8 * 200, 8 * 40]  # said, and what the plan has for all
+    assert [each["out"] for each in sent] == [8 * 2000, 8 * 200, 8 * 40]  # given, but equal to the plan's ratio
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_cluster_of_another_size_is_said_not_to_be_measured():
         assert found.source == f"measured among 8 workers, scaled to {size}"
         assert (found.inter, found.intra) == (two_by_four.inter, two_by_four.intra)
         assert cluster_of(found.to_dict()).source == found.source
-        # On one machine alone what all exchange does not cross the links between machines.
+        # With a single machine, traffic among all workers does not cross links between machines.
         assert found.link("flat") == (two_by_four.flat if found.nodes > 1 else two_by_four.intra)
     assert two_by_four.among(8) is two_by_four
     with pytest.raises(ValueError, match="node_size=4 does not divide 6"):
@@ -253,7 +253,7 @@ def test_grace_plan_keeps_the_costs_of_levels(tmp_path):
 
 
 class Joining(LocalTransport):
-    """A transport over which workers may come later: nothing is said before they meet."""
+    """A transport that workers may join later; nothing is sent before they meet."""
 
     elastic = True
 
@@ -292,7 +292,7 @@ def test_elastic_workers_go_on_with_a_plan_for_those_that_are_left(monkeypatch):
         graces = workers({"plan": chosen, **policy}, 4)
         ratio = 0.5 if policy else 0.1
         for grace in graces:
-            assert strategies(grace) == planned(4, ratio=ratio).strategies  # nothing was said yet
+            assert strategies(grace) == planned(4, ratio=ratio).strategies  # no message was sent yet
         same_bits(lockstep(graces, given(0, 4)))
         states, world = [grace.state_dict() for grace in graces], World(3)
         for rank, grace in enumerate(graces[:3]):
@@ -317,7 +317,7 @@ def test_a_plan_that_is_none_is_refused_by_all_and_not_by_worker_0_alone():
 # -- nothing is lost ---------------------------------------------------------------------------------------------------
 SIZES = {"w": (40, 36), "v": (600,)}
 SOME = {name: np.zeros(shape, np.float32) for name, shape in SIZES.items()}
-RATIOS = {0.5: 0, 0.05: 1, 0.01: 2}  # epochs
+RATIOS = {0.5: 0, 0.05: 1, 0.01: 2}  # the epoch of each ratio
 GPU = options(devices=("gpu",))
 FLAT = [option for option in GPU if option.flat]
 DRAW = random.Random(5)
@@ -326,7 +326,7 @@ ROUTES += [DRAW.sample(GPU, 3) for _ in range(10)]
 
 
 def by_level(monkeypatch, routes):
-    """Let the plan of each level have the next one of these strategies, whatever a planner would say."""
+    """Fix the strategy of each level's plan, instead of planning."""
 
     def replan(text, workers, node_size, compressor, rooted, load):
         option = str(routes[RATIOS[compressor.compress_ratio]])
@@ -341,7 +341,7 @@ ANY = {"plan": {"params": TOPK, "tensors": {n: {"option": DENSE_FLAT} for n in S
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("routes", ROUTES, ids=lambda routes: " | ".join(map(str, routes))[:60])
 def test_what_was_not_sent_on_one_way_is_sent_on_the_next(name, routes, monkeypatch):
-    # A last epoch without compression sends all that is left: then the means add up to those of the gradients.
+    # The last epoch does not compress and so sends all residuals: the sums of means and gradients must then agree.
     backend(name)
     by_level(monkeypatch, [*routes[:2], parse(DENSE_FLAT)])
     sequence = [given(step, 4, SOME) for step in range(6)]
@@ -390,7 +390,7 @@ def test_back_and_forth_in_a_graph_that_is_traced_once(monkeypatch):
 
 
 def held(graces):
-    """What every worker keeps of w, in the sum of all gradients; of ways that compress the workers' own first."""
+    """All residuals of w, in units of the summed gradients, for strategies that first compress the workers' own."""
     total = np.zeros((40, 36))
     for grace in graces:
         state = grace.state_dict()
@@ -421,7 +421,7 @@ CHANGES = [
 @pytest.mark.parametrize("before, after", CHANGES)
 @pytest.mark.parametrize("way", ["reset", "load"])
 def test_other_workers_go_on_with_all_that_was_not_sent(before, after, sizes, way, monkeypatch):
-    # In sums over the workers, since their number changes: gradients = what arrived + what is sent in the end.
+    # Sums over the workers, whose number changes: gradients = received means + final residuals.
     old, new = sizes
     per_node = {4: 2, 3: 1, 6: 1, 1: 1}
     last = []
@@ -486,7 +486,7 @@ def test_what_is_carried_by_a_dense_tensor_is_in_its_checkpoints(size, monkeypat
     lockstep(graces, given(0, 4, SOME))
     kept = held(graces)
     assert np.abs(kept).max() > 0.1
-    for count in (3, size):  # to three workers, and from them to as many or to others, with no step between
+    for count in (3, size):  # first to three workers, then to ``size``, without a step in between
         states, graces = [grace.state_dict() for grace in graces], workers(params, count, SOME)
         for grace in graces:
             if len(states) == count:

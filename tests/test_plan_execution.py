@@ -27,7 +27,7 @@ SAMPLE = random.Random(0).sample(options(), 300)
 
 
 def exchanged(chosen, params, given=None, **settings):
-    """All workers' means and the rest, on two machines of two; tensor i takes strategy i."""
+    """Simulate two machines of two workers; tensor i takes strategy i."""
     given = given or [gradients(chosen, rank) for rank in range(4)]
     return simulate({**params, **plan_of(chosen)}, given, **settings)
 
@@ -61,7 +61,7 @@ def test_where_compression_runs_changes_nothing():
 
 # -- memories ------------------------------------------------------------------------------------------------------
 def running_means(chosen, params, steps):
-    """For each strategy how far the running mean of the exchanges of constant gradients is from the truth."""
+    """For each strategy, the error of the running mean over exchanges of constant gradients."""
     given = [gradients(chosen, rank) for rank in range(4)]
     history = exchanged(chosen, params, given, steps=steps).history
     errors = []
@@ -91,7 +91,7 @@ def test_what_arrived_and_what_every_stage_kept_make_up_what_was_given(option):
     arrived = np.sum([means[0]["w"] for means in out.history], 0, dtype=np.float64)
     truth = np.sum([np.mean([g["w"] for g in step], 0, dtype=np.float64) for step in given], 0)
     lost = np.zeros((option.compressions, n))
-    copies = np.zeros((option.compressions, n))  # how many workers keep something of an element, averaged or alike
+    copies = np.zeros((option.compressions, n))  # number of workers with a residual of an element
     for rank, worker in enumerate(out.state):
         for leg in expand_plan(
             option, TopK(0.25), Context(get_backend("numpy"), "w", (n,), rank=rank, world_size=4), 2
@@ -181,8 +181,8 @@ def test_payloads_that_must_not_be_averaged_are_refused(name):
 
 
 def test_bytes_are_those_of_the_strategy():
-    # 64 numbers, four workers, two machines; "identity" sends 4 bytes for each.
-    expected = {  # what worker 0, a root, sends, and what worker 3 does
+    # 64 numbers, four workers, two machines; "identity" sends 4 bytes per number.
+    expected = {  # bytes sent by worker 0, a root, and by worker 3
         "compress(gpu) allgather*(flat) decompress(gpu)": (256, 256),
         "compress(gpu) gather*(flat) decompress(gpu) broadcast(flat)": (256, 256),
         "compress(gpu) gather*(flat) broadcast*(flat) decompress(gpu)": (4 * 256, 256),

@@ -31,35 +31,35 @@ def seconds(text, size=10_000, cluster=TWO):
 
 def test_chains_worked_out_by_hand():
     flat = Cluster(4, 1, Link(1e-3, 1e6))
-    # 40 kB among 4: 6 latencies and 1.5 times the bytes.
+    # 40 kB on 4 workers: 6 latencies, and 1.5 times the bytes.
     assert seconds("allreduce(flat)", cluster=flat) == [0.006 + 0.060]
     assert seconds("reduce_scatter(flat) allgather(flat)", cluster=flat) == [0.003 + 0.030, 0.003 + 0.030]
     assert seconds("reduce(flat) broadcast(flat)", cluster=flat) == [0.002 + 0.040] * 2
-    # 4 kB of payload; 4 of them are decoded: the first in 2 us, others in 0.5 us per element.
+    # 4 kB of payload; 4 payloads are decoded: the first in 2 us per element, others in 0.5 us.
     compressed = seconds("compress(gpu) allgather*(flat) decompress(gpu)", cluster=flat)
     assert compressed == [0.01, 0.003 + 0.012, 0.02 + 3 * 0.005]
-    # Shards of a quarter: 4 kB in all, 3/4 of it travel; 4 pieces of 2500; again one of 2500; then one of 10000.
+    # Shards of a quarter: 3/4 of 4 kB are sent; decodes 4 pieces of 2500, encodes 2500, sends them, decodes 10000.
     text = "compress(cpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(cpu)"
     assert seconds(text, cluster=flat) == [0.01, 0.006, 0.00875, 0.0025, 0.003 + 0.003, 0.02]
     found = Costs(flat, TENTH).chain(parse(text), 10_000)
     assert [resource for resource, _ in found] == [CPU, INTER, DEVICE, DEVICE, INTER, CPU]
-    # Not decoded in between: 4 pieces of a quarter travel on, and 4 whole ones are decoded.
+    # Without decoding in between: 4 pieces of a quarter are forwarded, and 4 whole payloads decoded.
     text = "compress(gpu) alltoall*(flat) allgather*(flat) decompress(gpu)"
     assert seconds(text, cluster=flat) == [0.01, 0.006, 0.003 + 0.012, 0.02 + 3 * 0.005]
 
 
 def test_levels_worked_out_by_hand():
-    # Within: half of 40 kB at 100 MB/s. Between: 20 kB of each of 2 workers through one link at 1 MB/s, 1.5 times.
+    # Within: half of 40 kB at 100 MB/s. Between: 20 kB for each of 2 workers share a link at 1 MB/s, 1.5 times.
     text = "reduce_scatter(intra) allreduce(inter) allgather(intra)"
     assert seconds(text) == [1e-4 + 0.0002, 0.006 + 0.060, 1e-4 + 0.0002]
-    # To one worker of each machine: alone on the link, with all the bytes.
+    # One root per machine: it has the link to itself, but sends all bytes.
     text = "reduce(intra) allreduce(inter) broadcast(intra)"
     assert seconds(text) == [1e-4 + 0.0004, 0.006 + 0.060, 1e-4 + 0.0004]
     text = "compress(gpu) gather*(intra) allgather*(inter) broadcast*(intra) decompress(gpu)"
     assert seconds(text) == [0.01, 1e-4 + 4e-5, 0.003 + 0.024, 1e-4 + 8 * 4e-5, 0.02 + 7 * 0.005]
     found = Costs(TWO, TENTH).chain(parse(text), 10_000)
     assert [resource for resource, _ in found] == [DEVICE, INTRA, INTER, INTRA, DEVICE]
-    # Everybody to everybody, on one level: both workers of a machine use its link.
+    # All workers exchange with all: both workers of a machine share its link.
     assert TWO.seconds(Action("alltoall"), 8e3, 2) == pytest.approx(0.007 + 0.014)
 
 
@@ -94,7 +94,7 @@ def test_fits_recover_what_made_the_numbers(kind):
 
 
 def test_a_burst_does_not_bend_the_line():
-    # A link of 4e-8 seconds per byte that lets 100 kB pass at once.
+    # A link of 4e-8 seconds per byte; the first 100 kB are free.
     measured = [(size, 1e-3 + 4e-8 * max(size - 1e5, 0)) for size in (2**12, 2**16, 2**19, 2**22)]
     found = fitted("broadcast", 2, measured)
     assert found.latency + found.per_byte * 2**22 == pytest.approx(measured[-1][1], rel=0.2)
@@ -117,11 +117,11 @@ def test_messages_take_their_time_of_the_device():
     assert costs.labels(parse(text)) == [
         "compress(gpu)", "hand over allgather*(flat)", "allgather*(flat)", "decompress(gpu)"
     ]  # fmt: skip
-    # A small tensor joins others' messages: its bytes only.
+    # A small tensor joins other messages, so it costs only its bytes.
     assert costs.chain(parse("allreduce(flat)"), 100)[0] == (DEVICE, pytest.approx(4e-6))
     again = cluster(json.loads(json.dumps(flat.to_dict())))
     assert again.message == flat.message
-    # Two buckets of 40 MB, one after the other: two allreduces, each handed over before the backward pass goes on.
+    # Two buckets of 40 MB make two allreduces. The backward pass waits while each one is handed over.
     found = Profile((TensorProfile("b", (10**7,), 0.1), TensorProfile("a", (10**7,), 0.1)), "given")
     free = Cluster(4, 1, Link(0.0, float("inf")), message=Rate(1e-3, 1e-9))
     assert step(found, free) == pytest.approx(0.2 + 2 * (0.001 + 0.04))
@@ -130,8 +130,8 @@ def test_messages_take_their_time_of_the_device():
 def test_curves():
     curve = Curve((10.0, 100.0, 1000.0), (1.0, 10.0, 55.0))
     assert [curve(size) for size in (1, 10, 55, 100, 550)] == pytest.approx([1, 1, 5.5, 10, 32.5])
-    assert Curve((10.0, 1000.0), (1.0, 10.0))(100_000.0) == pytest.approx(100.0)  # as the square root
-    assert Curve((10.0, 100.0), (1.0, 100.0))(1000.0) == pytest.approx(1000.0)  # not faster than the elements
+    assert Curve((10.0, 1000.0), (1.0, 10.0))(100_000.0) == pytest.approx(100.0)  # extrapolated as the square root
+    assert Curve((10.0, 100.0), (1.0, 100.0))(1000.0) == pytest.approx(1000.0)  # at most linear in the elements
     assert Curve((10.0, 100.0), (0.0, 0.0))(1000.0) == 0.0
 
 
@@ -234,7 +234,7 @@ def test_low_rank_bytes_grow_as_the_square_root():
 
 
 class Steady(LocalTransport):
-    """One worker that plays two, and whose messages take as long as they should."""
+    """One process that acts as two workers; messages take the given time."""
 
     size = 2
 
@@ -279,8 +279,8 @@ def test_measured_links_are_fitted(monkeypatch):
 
 
 def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
-    # A clock that only stands still: compressing takes 2 us per element, decoding 1 us, a message 50 us of the thread,
-    # and 1 s until it is there, in which the thread waits.
+    # A clock that advances only here: encoding takes 2 us per element, decoding 1 us. A message takes 50 us of the
+    # thread, and arrives after 1 s, for which the thread waits.
     clock = [0.0]
 
     def taking(call, seconds):
@@ -294,7 +294,7 @@ def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
         clock[0] += 50e-6
         return taking(start(self, collectives, name), lambda _: 1.0)
 
-    def elements(coder):  # an encoder or a decoder
+    def elements(coder):  # ``coder``: an encoder or a decoder
         rows = coder._rows
         return int(rows.words[:, rows._columns["n"]].sum())
 
@@ -311,7 +311,7 @@ def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
     for size in (2**12, 2**14):
         assert found.encode(size) == pytest.approx(2e-6 * size)
         assert found.decode(size) == pytest.approx(1e-6 * size)
-        assert found.decode(size, 3) == pytest.approx(1e-6 * size * 1.5)  # the same for further payloads as before
+        assert found.decode(size, 3) == pytest.approx(1e-6 * size * 1.5)  # further payloads cost as much as before
     assert found.wire is given.wire
     assert found.source == "measured in exchanges of 1 workers with numpy"
 

@@ -15,7 +15,7 @@ MS = 1e-3
 # Forward pass 5 ms, backward pass 3 x 10 ms, one bucket per tensor: a dense message takes 20 ms, one of top-k 10 ms.
 PROFILE = Profile(tuple(TensorProfile(f"t{i}", (2**20,), 10 * MS) for i in range(3)), "given", 5 * MS)
 TWO = Cluster(2, 1, Link(0.0, 2**20 * 4 / (20 * MS)))
-PER = 1 / 2**20  # element
+PER = 1 / 2**20  # per element
 SPEED = Speed(Curve((1.0,), (MS * PER,)), Curve((1.0,), (2 * MS * PER,)), Curve((1.0,), (MS * PER,)))
 TOPK = Codec({"compressor": "topk", "communicator": "allgather"}, Curve((1.0,), (2.0,)), {"gpu": SPEED})
 
@@ -29,13 +29,13 @@ def test_ten_steps_and_one_exchange_worked_out_by_hand():
     found, by = compare(10, fragment_sync_delay=1)
     assert found.computation == pytest.approx(35 * MS)
     dense, topk = by["dense"], by["topk"]
-    # Synchronous: tests/test_planner_plan.py. An exchange: three messages of 20 ms, of which a step hides 35 ms.
+    # Synchronous: tests/test_planner_plan.py. An exchange takes three messages of 20 ms; a step hides 35 ms of them.
     assert dense.synchronous == pytest.approx(75 * MS)
     assert dense.seconds == pytest.approx((35 + 60 / 10) * MS)
     assert dense.delayed == pytest.approx((35 + 25 / 10) * MS)
     assert dense.nbytes == pytest.approx(4 * 3 * 2**20 / 10)
     assert dense.hiding_delay == 2
-    # Encoding 0-1, 1-2, 2-3; messages 1-11, 11-21, 21-31; decoding 11-14, 21-24, 31-34. Busy for 12 ms of 34.
+    # Encoding 0-1, 1-2, 2-3; messages 1-11, 11-21, 21-31; decoding 11-14, 21-24, 31-34. Device busy for 12 of 34 ms.
     assert topk.synchronous == pytest.approx(51 * MS)
     assert topk.seconds == pytest.approx((35 + 34 / 10) * MS)
     assert topk.delayed == pytest.approx((35 + 12 / 10) * MS)
@@ -43,7 +43,7 @@ def test_ten_steps_and_one_exchange_worked_out_by_hand():
     assert topk.hiding_delay == 1
     assert topk.speedup == pytest.approx(51 / 36.2)
     assert (found.best, found.synchronous) == (topk, ("topk", topk.synchronous))
-    # Synchronous dense steps take 35 ms and one message: 1.2 ms, at 20 / 1.2 times the rate.
+    # A synchronous dense step takes 35 ms and one message. At break-even a message takes 1.2 ms: the rate is 20 / 1.2.
     assert topk.break_even == pytest.approx(TWO.inter.bandwidth * 20 / 1.2, rel=1e-4)
     assert dense.break_even == float("inf"), "three messages in ten steps cost less than one in each"
 

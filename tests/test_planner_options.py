@@ -20,11 +20,11 @@ def test_counts_are_the_papers():
 
 
 def sequences(summable=False):
-    """The tree a second time, by its meaning alone: every sequence of useful actions that sums everything once.
+    """An independent definition of the tree: every sequence of useful actions that sums everything exactly once.
 
-    A level's sum is "own" (begun by nobody), "shard", "root" or "full"; gradients go intra, inter, intra. What was just
-    compressed is not decompressed, nor compressed at the end; a collective for payloads alone finds payloads.
-    ``summable``: payloads may be summed, too, right after they were made.
+    A level's sum is "own" (not begun), "shard", "root" or "full"; gradients go intra, inter, intra. Excluded are a
+    compression that is undone at once or ends the sequence, and collectives for payloads without payloads.
+    ``summable``: payloads may also be summed, directly after compression.
     """
     begin = {"reduce_scatter": "shard", "reduce": "root", "allreduce": "full"}
     begin_star = {"alltoall": "shard", "gather": "root", "allgather": "full"}
@@ -58,7 +58,7 @@ def sequences(summable=False):
                 moves["allreduce"] = "full"
             for kind, to in moves.items():
                 if level == "intra" and place == "own" and to == "full":
-                    continue  # every machine's workers would then do the same work again
+                    continue  # then all workers of a machine would repeat the same work between machines
                 after = list(sums)
                 after[number] = to
                 yield from go([*path, Action(kind, level, compressed)], compressed, tuple(after))

@@ -55,7 +55,7 @@ def test_what_is_predicted_adds_up(tmp_path):
 
 
 def test_dense_is_an_answer():
-    # On a fast link nothing is compressed, and what is predicted is the step of dense gradients in buckets.
+    # On a fast link nothing is compressed, and the predicted step is that of dense gradients in buckets.
     fast = made(1e4, speed=SLOW).plan
     assert fast.compressed == []
     assert fast.predicted.step <= fast.predicted.dense
@@ -65,7 +65,7 @@ def test_dense_is_an_answer():
 
 
 def test_many_small_messages_are_no_plan():
-    # One message for each tensor takes longer than buckets of them: the plan is dense, and predicts the buckets.
+    # A message per tensor takes longer than buckets: the plan is dense, and predicts the step with buckets.
     tensors = tuple(TensorProfile(f"t{i}", (2000,), 1e-6) for i in range(200))
     found = plan.make(Profile(tensors, "given"), Costs(eight(10, 1e-3), codec(speed=SLOW))).plan
     assert found.compressed == []
@@ -93,7 +93,7 @@ def test_the_last_gradient_needs_a_message_of_at_least_one_latency(shapes, min_n
     for seconds in (found.plan.predicted.step, *found.seconds.values()):
         assert seconds >= least
     assert plan.predict(profile, costs, found.plan.tensors) >= least
-    if max(tensor.size for tensor in tensors) < min_numel:  # all travel in one dense message
+    if max(tensor.size for tensor in tensors) < min_numel:  # all tensors are sent in one dense message
         assert found.plan.predicted.step == found.plan.predicted.dense
         assert found.plan.compressed == []
     if min_numel == 1024:
@@ -167,7 +167,7 @@ def test_a_step_worked_out_by_hand():
     assert advise.step(profile, link, None, 4.0, shrink=4) == pytest.approx(0.005 + 0.030 + 0.005)
     one = Speed(Curve((1.0,), (0.001 / 2**20,)), Curve((1.0,), (0.002 / 2**20,)), Curve((1.0,), (0.001 / 2**20,)))
     half = Codec({"compressor": "topk"}, Curve((1.0,), (2.0,)), {"gpu": one})
-    # Compressed in 1 ms, 10 ms on the wire (all of it from each other worker), decoded at the end, 3 ms each:
+    # Encoding takes 1 ms, the other worker's payload 10 ms on the wire, decoding of both 3 ms, at the end:
     # gradients at 10, 21, 32; messages 11-21, 22-32, 33-43; decoding 33-39 and 43-46.
     assert advise.step(profile, link, advise.candidate("topk", half), 4.0) == pytest.approx(0.005 + 0.046)
 
@@ -195,7 +195,7 @@ def test_buckets_are_those_of_the_scheduler():
 
 @pytest.mark.parametrize("model", models.MODELS)
 def test_with_a_free_network_nothing_beats_dense(model):
-    # U3: bandwidth to infinity, no latency.
+    # U3: unlimited bandwidth, no latency.
     free = Cluster(8, 1, Link(0.0, math.inf))
     profile = models.profile(model)
     dense = advise.step(profile, free)
@@ -328,7 +328,7 @@ def test_only_methods_that_kept_the_quality_are_recommended():
     quality = {verdict["label"]: verdict["quality"] for verdict in data["verdicts"]}
     assert quality["topk:compress_ratio=0.001"] is None
     assert quality["eden:bits=2,block_size=64"]["lost"] == {"ncf": pytest.approx(0.047, abs=0.001)}
-    # without names: what `grace methods` recommends
+    # without names: the methods that `grace methods` recommends
     data = json.loads(run(*words, "--json").stdout)
     labels = {verdict["label"] for verdict in data["verdicts"]}
     assert labels == {measured.label(params) for params in measured.RECOMMENDED}
@@ -361,7 +361,7 @@ def test_stored_costs_of_a_device():
 
 
 def test_losing_is_printed(costs):
-    # U4: methods that lose stand in the table, and the answer is not to compress.
+    # U4: the table contains methods that lose, and the advice is not to compress.
     words = ("advise", "resnet50", "topk", "fp16", "--costs", costs, "--bandwidth", 1e5, "--latency", 0)
     done = run(*words, "--compress-speed", 0.01)
     assert "Do not compress" in done.output

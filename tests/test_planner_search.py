@@ -1,4 +1,4 @@
-"""E4, E5, E8: how near the search comes to the optimum, how much work it does, and what must hold of any plan."""
+"""E4, E5, E8: how close the search comes to the optimum, how much work it does, and properties of every plan."""
 
 import itertools
 import random
@@ -52,7 +52,7 @@ def profile(draw, most=5):
 
 
 def instance(seed, count=8):
-    """A few tensors with the same ``count`` strategies for each, drawn from the whole tree."""
+    """A few tensors, with the same ``count`` strategies for each, drawn from the whole tree."""
     draw = random.Random(seed)
     made, costs = profile(draw), Costs(cluster(draw), codec(draw))
     tree = options(not costs.cluster.levels, ("gpu", "cpu"))
@@ -72,7 +72,7 @@ def figures(found):
 
 @pytest.mark.slow
 def test_gap_to_the_optimum():
-    # 200 instances of 2 to 5 tensors with 8 strategies each, against all 8^n combinations.
+    # 200 instances of 2 to 5 tensors with 8 strategies each, compared with all 8^n combinations.
     refined, paper = [], []
     for problem in map(instance, range(200)):
         best = select(problem, "exact").seconds
@@ -87,7 +87,7 @@ def test_gap_to_the_optimum():
 
 
 def test_what_is_pruned_is_hardly_missed():
-    # The best of all strategies of the tree (174 on one device), against a search among those that were kept.
+    # Compares the best of all strategies of the tree (174 on one device) with a search among the remaining ones.
     found = []
     for seed in range(40):
         draw = random.Random(seed)
@@ -104,7 +104,7 @@ def test_what_is_pruned_is_hardly_missed():
 
 
 def offloading(seed):
-    """Equal compressed tensors, each of which may go to the CPU."""
+    """Equal compressed tensors, each of which may be offloaded to the CPU."""
     draw = random.Random(seed)
     count, encode, send = draw.randrange(2, 9), draw.uniform(0.2, 3), draw.uniform(0.2, 3)
     on_gpu = Choice("gpu", ((DEVICE, encode), (INTER, send), (DEVICE, encode / 2)))
@@ -115,7 +115,7 @@ def offloading(seed):
 
 
 def test_offloading_against_all_subsets():
-    # The lemma: of equal tensors those whose gradients come first move. "Paper" stops there, "refined" swaps.
+    # Lemma: of equal tensors, offload those with the earliest gradients. "Paper" stops there, "refined" also swaps.
     found = {"paper": [], "refined": []}
     for seed in range(200):
         backward, gpu, cpu, servers = offloading(seed)
@@ -141,8 +141,8 @@ def test_large_tensors_first_then_late_ones():
 
 
 def test_a_beginning_that_compresses_too_much_is_tidied():
-    # Two links end together, so compressing one message alone gains nothing, and only the beginning that compresses
-    # everything finds both. The first tensor is hidden: it must be dense again.
+    # Two links end at the same time, so compressing one message alone gains nothing. Only the start that compresses all
+    # finds that both gain. The first tensor's message is hidden: it must become dense again.
     links = [(INTER, 5.0), (INTRA, 10.0), (INTER, 10.0)]
     candidates = [[Choice("dense", ((r, s),), False), Choice("compressed", ((r, 1.0),))] for r, s in links]
     found = select(Problem([1.0, 30.0, 0.0], [1, 1, 1], candidates))
@@ -161,7 +161,7 @@ def test_nothing_is_compressed_for_nothing():
 
 
 def test_leaving_out_hidden_tensors_costs_nothing(monkeypatch):
-    # Espresso's Remove: tensors before an idle gap are not looked at. Played with and without it.
+    # Espresso's Remove skips tensors before an idle gap. Compare the results with and without it.
     from grace.planner.timeline import Timeline
 
     with_it = [select(instance(seed), "paper") for seed in range(80)]
@@ -191,7 +191,7 @@ CLUSTERS = {"8x1": Cluster(8, 1, Link(50e-6, 1.25e9)), "8x8": Cluster(8, 8, Link
 @pytest.mark.parametrize("where", CLUSTERS)
 @pytest.mark.parametrize("model, tensors", [("vgg16", 32), ("resnet101", 314), ("bert-base", 206)])
 def test_the_work_of_real_models_is_bounded(model, tensors, where):
-    # E5: time is printed by `grace plan`; what a machine's load cannot change is the number of timelines.
+    # E5: bounds the number of timelines, which does not depend on the machine's load. `grace plan` prints the time.
     made = models.profile(model)
     assert len(made.tensors) == tensors
     problem = Problem.of(made, Costs(CLUSTERS[where], TOPK))
@@ -199,7 +199,7 @@ def test_the_work_of_real_models_is_bounded(model, tensors, where):
     paper, refined = select(problem, "paper"), select(problem)
     candidates = max(map(len, problem.wide))
     assert candidates <= 12
-    groups = 4096  # ways to offload that are all tried
+    groups = 4096  # combinations of offloaded tensors, which are all tried
     assert paper.simulations <= tensors * (candidates + 3) + groups
     assert refined.simulations <= WORK / tensors + 3 * tensors * candidates
     assert refined.seconds <= paper.seconds * 1.005

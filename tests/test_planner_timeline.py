@@ -1,4 +1,4 @@
-"""E3: when a step ends, against timelines worked out by hand and against a second simulator."""
+"""E3: the end of a step, compared with timelines worked out by hand and with a second simulator."""
 
 import itertools
 import json
@@ -15,10 +15,10 @@ D, C, A, E = DEVICE, CPU, INTRA, INTER
 
 
 def oracle(backward, chains, servers=1, deferred=False):
-    """A second simulator, of events: at each moment free servers take, one by one, what has waited longest."""
+    """A second, event-driven simulator: free servers take the job that has waited longest."""
     jobs = [[(D, b), *chain] for b, chain in zip(backward, chains, strict=True)]
     free = {D: [0.0], C: [0.0] * servers, A: [0.0], E: [0.0]}
-    ready = [(0.0, 1, 0, 0)] if jobs else []  # (moment, 0 chain, 1 backward or 2 put off, tensor, number)
+    ready = [(0.0, 1, 0, 0)] if jobs else []  # (time, 0 chain or 1 backward or 2 deferred, tensor, number)
     ended, parked, done = 0.0, [], None
     while ready:
         moment, order, tensor, number = found = min(ready)
@@ -30,7 +30,7 @@ def oracle(backward, chains, servers=1, deferred=False):
         if order == 1 and tensor + 1 < len(jobs):
             ready.append((end, 1, tensor + 1, 0))
         elif order == 1:
-            done = end  # what was put off comes after what the last gradient's hook does
+            done = end  # deferred work starts after the last gradient's hook
             ready += [(at, *rest) if at > done else (done, 2, *rest[1:]) for at, *rest in parked]
         if number + 1 < len(jobs[tensor]):
             after = (end, 0, tensor, number + 1)
@@ -50,9 +50,9 @@ HAND = [
     ([2.0, 10.0], [((E, 1.0),), ((E, 4.0),)], 16.0),
     # Compression of the first delays the second gradient (2 + 1 + 2 = 5); its message ends at 6, the second's at 8.
     ([2.0, 2.0], [((D, 1.0), (E, 3.0), (D, 1.0)), ((E, 2.0),)], 8.0),
-    # On the CPU it delays nothing: gradients at 2 and 4; the second message goes first (4 to 6), then 6 to 9, then 10.
+    # On the CPU it delays no gradient: they come at 2 and 4. The second message takes 4-6, the first 6-9; ends at 10.
     ([2.0, 2.0], [((C, 3.0), (E, 3.0), (C, 1.0)), ((E, 2.0),)], 10.0),
-    # Two levels in a pipe: machine 2-4, 4-6; between machines 4-9, 9-14; machine again 9-10, 14-15.
+    # Two levels, pipelined: within machines 2-4, 4-6; between machines 4-9, 9-14; within machines again 9-10, 14-15.
     ([2.0, 0.0], [((A, 2.0), (E, 5.0), (A, 1.0)), ((A, 2.0), (E, 5.0), (A, 1.0))], 15.0),
 ]
 
@@ -66,7 +66,7 @@ def test_timelines_worked_out_by_hand(backward, chains, ends, player):
 def test_a_deferred_chain_waits_for_the_backward_pass(player):
     chains = [((E, 1.0), (D, 2.0)), (), ((E, 1.0),)]
     assert Timeline([2.0, 2.0, 6.0], chains).seconds == 13.0  # decoding, 4 to 6, delays the last gradient to 12
-    assert Timeline([2.0, 2.0, 6.0], chains, deferred=True).seconds == 12.0  # that comes at 10, decoding until 12
+    assert Timeline([2.0, 2.0, 6.0], chains, deferred=True).seconds == 12.0  # the last gradient comes at 10
 
 
 def test_a_pool_takes_as_many_as_it_has_threads(player):
@@ -170,7 +170,7 @@ def test_one_link_later_messages_never_help():
 
 
 def test_one_link_what_comes_before_a_gap_gains_nothing(player):
-    # Espresso's first property: whatever replaces a message before an idle gap, the step is not shorter.
+    # Espresso's first property: compressing a message before an idle gap does not shorten the step.
     seen = 0
     for seed in range(200):
         backward, chains = messages(seed)
@@ -185,7 +185,7 @@ def test_one_link_what_comes_before_a_gap_gains_nothing(player):
 
 
 def test_two_links_anomalies_are_few():
-    # With two links a list schedule may end earlier when a message takes longer. That is counted, not forbidden.
+    # With two links, a slower message may shorten a list schedule. The test limits how often.
     odd = tried = 0
     for seed in range(150):
         backward, chains, servers, _ = instance(seed)

@@ -12,7 +12,7 @@ SIZES = (1e3, 1e8)
 
 
 def codec(params, ratio, seconds):
-    """``ratio``: bytes of a payload per dense byte. ``seconds``: of an encoding, for each million elements."""
+    """``ratio``: payload bytes per dense byte. ``seconds``: encoding time per million elements."""
     encode = Curve(SIZES, (2e-5, seconds * 100))
     decode = Curve(SIZES, (1e-5, seconds * 50))
     return Codec(params, Curve(SIZES, (4e3 * ratio, 4e8 * ratio)), {"gpu": Speed(encode, decode, decode)}, "made up")
@@ -72,7 +72,7 @@ def test_a_plan_is_never_slower_than_a_uniform_way_and_advice_says_the_same(name
 
 
 def test_every_kind_of_answer_occurs():
-    # Else the test above would hold for want of cases.
+    # Otherwise the test above could pass without cases.
     found = set()
     for name, method, machines, gbit in itertools.product(MODELS, METHODS, MACHINES[:2], RATES[:2]):
         made = plan.make(MODELS[name], Costs(cluster(machines, gbit), METHODS[method], ("gpu",)), "paper")
@@ -81,11 +81,11 @@ def test_every_kind_of_answer_occurs():
 
 
 def test_two_stages_worked_out_by_hand():
-    # 4 workers at 1 MB/s, 1 ms; 10 kB of payload for 100,000 elements: 3/4 of it travel, twice.
+    # 4 workers, 1 MB/s, 1 ms of latency; 10 kB of payload for 100,000 elements: 3/4 of it is sent, twice.
     profile, there = model("w", [100_000], 0.0), Cluster(4, 1, Link(1e-3, 1e6))
     rate = Curve((1.0,), (1e-6,))
     signs = Codec({"compressor": "efsignsgd", "block_size": 8}, Curve((1.0,), (0.1,)), {"gpu": Speed(rate, rate, rate)})
-    shard = 25_000 * 1e-6  # a quarter is decoded four times, averaged and encoded; at last all is decoded
+    shard = 25_000 * 1e-6  # four quarters are decoded, one is averaged and encoded, all are decoded at the end
     seconds = ways.play(profile, there, signs, ways.FLAT["twostage"]).seconds
     assert seconds == pytest.approx(0.1 + (0.003 + 0.0075) + 4 * shard + shard + (0.003 + 0.0075) + 0.1)
 

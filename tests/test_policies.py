@@ -1,4 +1,4 @@
-"""Policies: the detector, levels in force on every toolkit, what they cost in bytes, checkpoints, and the doors."""
+"""Policies: the detector, levels on every toolkit, bytes, checkpoints, and integrations."""
 
 import copy
 import itertools
@@ -52,7 +52,7 @@ def test_critical(before, now, found):
 
 
 def course(policy, norms, rates=None):
-    """The levels that hold in each epoch, by a run of the pure functions alone."""
+    """The levels in each epoch, computed with the policy's functions alone."""
     names = list(norms[0])
     decision, held = Decision(dict.fromkeys(names, LOW)), []
     rates = rates or [1.0] * (len(norms) + 1)
@@ -74,7 +74,7 @@ def test_layers_have_levels_of_their_own_and_a_model_has_one():
     norms = [{"a": 10, "b": 1}, {"a": 10, "b": 5}]
     assert course(Accordion(k_low=0.1, window=1), norms)[-1] == [HIGH, LOW]
     assert course(Accordion(k_low=0.1, window=1, granularity="model"), norms)[-1] == [HIGH, HIGH]
-    norms = [{"a": 1, "b": 10}, {"a": 1, "b": 15}]  # of the model: sqrt(101) -> sqrt(226)
+    norms = [{"a": 1, "b": 10}, {"a": 1, "b": 15}]  # the model's norm goes from sqrt(101) to sqrt(226)
     assert course(Accordion(k_low=0.1, window=1, granularity="model", eta=0.49), norms)[-1] == [LOW, LOW]
     assert course(Accordion(k_low=0.1, window=1, granularity="model", eta=0.50), norms)[-1] == [HIGH, HIGH]
 
@@ -83,11 +83,11 @@ def test_layers_have_levels_of_their_own_and_a_model_has_one():
 def test_a_falling_rate_means_low_until_the_next_window(lr_rule):
     policy = Accordion(k_low=0.1, window=3, lr_rule=lr_rule)
     norms = [{"a": 10, "b": 10}] * 9
-    rates = [1, 1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 0.1]  # falls where epoch 4 ends; epochs 3 and 6 are windows
+    rates = [1, 1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 0.1]  # falls after epoch 4; windows end with epochs 3 and 6
     high = [HIGH, HIGH]
     between = [LOW, LOW] if lr_rule else high
     assert course(policy, norms, rates) == [[LOW, LOW]] * 4 + [high] + [between] * 2 + [high] * 3
-    rates = [1] * 6 + [1, 0.5, 0.5, 0.5]  # in the very epoch of a window
+    rates = [1] * 6 + [1, 0.5, 0.5, 0.5]  # falls in the epoch in which a window ends
     assert course(policy, norms, rates)[7:] == [between] * 3
     rates = [1] * 5 + [2] * 5
     assert course(policy, norms, rates)[4:] == [high] * 6, "a rate that rises is no reason"
@@ -133,7 +133,7 @@ def test_the_norm_is_that_of_the_sum(xp, source):
         )
     end_epoch(graces)
     assert [grace.decision.memo["norms"] for grace in graces] == [{"u": 0.0, "v": 0.0}] * 2
-    for _ in range(2):  # two steps of the same: twice the vector
+    for _ in range(2):  # two equal steps: twice the vector
         lockstep(
             graces,
             [
@@ -279,7 +279,7 @@ def test_any_field_of_any_method_is_a_level(xp, params):
 
 # -- A4: traffic ----------------------------------------------------------------------------------------------------
 def formula(params, shape, level):
-    """Bytes of one step of one worker."""
+    """The bytes that a worker sends in a step."""
     if params["compressor"] == "topk":
         return 8 * max(1, math.floor({LOW: 0.1, HIGH: 0.01}[level] * math.prod(shape)))
     return 4 * {LOW: 4, HIGH: 1}[level] * sum(shape)
@@ -319,7 +319,7 @@ def test_a_run_goes_on_from_the_middle_of_a_window(xp, params, source):
             grace.build({name: xp.zeros(x.shape) for name, x in sequence(2)[0][0].items()})
         return graces
 
-    middle = 4 * STEPS + 1  # epoch 4 is looked at
+    middle = 4 * STEPS + 1  # in epoch 4, whose norms are measured
     graces = made()
     go(graces, 0, middle)
     saved = copy.deepcopy([grace.state_dict() for grace in graces])
@@ -332,7 +332,7 @@ def test_a_run_goes_on_from_the_middle_of_a_window(xp, params, source):
     assert levels_of(again[0].report()) == levels_of(graces[0].report())
     assert all(np.array_equal(mine[n], theirs[n]) for mine, theirs in zip(rest, whole, strict=True) for n in mine)
     assert unchanged(states(again), states(graces))
-    late = workers(params, 2)  # and loaded before the tensors are known
+    late = workers(params, 2)  # also load a state before the tensors are known
     for grace, state in zip(late, saved, strict=True):
         grace.load_state_dict(state)
         grace.build({name: xp.zeros(x.shape) for name, x in sequence(2)[0][0].items()})
@@ -381,7 +381,7 @@ def test_worker_0_decides_for_all():
     graces = workers({**TOPK, "window": 1}, 2)
     for grace in graces:
         grace.build({"w": np.zeros(2000, np.float32)})
-    for scale in (1, 1, 1):  # worker 1's gradients jump, worker 0's do not
+    for scale in (1, 1, 1):  # only worker 1's gradients change
         lockstep(
             graces,
             [{"w": normal(2000)}, {"w": normal(2000) * np.float32(scale * np.random.default_rng().integers(1, 99))}],
@@ -564,7 +564,7 @@ def test_batches_grow_in_pytorch_and_updates_are_counted():
             optimizer.step()
             updates += 1
         scheduler.step()
-    assert steps == [1, 1, 1, 4, 4, 4]  # the same gradient in every epoch: calm from the first comparison on
+    assert steps == [1, 1, 1, 4, 4, 4]  # equal gradients in every epoch, so the norm is steady
     assert grc.report().steps == updates == sum(8 // micro for micro in steps)
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.4), pytest.approx(0.8)]
 
@@ -600,14 +600,14 @@ def test_the_scheduler_reads_rates_and_is_saved():
         net(torch.ones(8, 20)).sum().backward()
         optimizer.step()
         if epoch == 3:
-            optimizer.param_groups[1]["lr"] *= 0.5  # of one group only
+            optimizer.param_groups[1]["lr"] *= 0.5  # for one group only
             saved = copy.deepcopy(scheduler.state_dict())
             scheduler = grace.torch.PolicyScheduler(optimizer, grc)
             scheduler.load_state_dict(saved)
         scheduler.step()
         levels.append(grc.decision.levels["weight"])
     assert levels == [LOW, LOW, HIGH, LOW, HIGH, HIGH, HIGH]
-    del optimizer.param_groups[1]  # a removed group has no rate any more
+    del optimizer.param_groups[1]  # a removed group has no learning rate
     scheduler.step()
     assert scheduler.state_dict() == {"rates": [0.1]}
     with pytest.raises(ValueError, match="not distributed: name the Grace"):
@@ -633,8 +633,8 @@ def test_accordion_recovers_what_much_compression_loses():
     result = accordion.summary("powersgd", False, [found])
     assert found["low"]["loss"] < found["accordion"]["loss"] < found["high"]["loss"]
     assert result["recovered"] >= 0.7, result
-    assert result["floats"] <= 0.8, result  # of 10 epochs the first three are always low
-    # Bytes by the formula: r (a + b) floats of every layer, and the biases, in each of 46 steps of an epoch.
+    assert result["floats"] <= 0.8, result  # the first three of 10 epochs are always low
+    # By formula, an epoch of 46 steps sends r (a + b) floats and the biases of every layer.
     floats = 0
     for layer, sizes in enumerate(itertools.pairwise(accordion.SIZES)):
         for level in found["accordion"]["levels"][f"w{layer}"]:
@@ -665,13 +665,13 @@ def test_larger_batches_need_fewer_updates_for_the_same_loss():
     assert small["updates"] == per_epoch * epochs
     grown = [
         sum(per_epoch // m for m in [1] * e + [growth] * (epochs - e)) for e in range(1, epochs)
-    ]  # from epoch e on
+    ]  # if batches grow from epoch e on
     assert large["updates"] in grown
 
 
 @pytest.mark.slow
 def test_the_placebo_does_as_well():
-    """Not what the paper claims: as many epochs of low compression elsewhere help as much, here and over five seeds."""
+    """Contrary to the paper: the same number of low epochs at random times helps as much, here and over five seeds."""
     from benchmarks import accordion
 
     found = accordion.run("powersgd", False, seed=0, epochs=40, arms=("accordion", "placebo"))

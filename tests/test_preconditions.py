@@ -89,7 +89,7 @@ def test_a_worker_in_horovods_join_ends_the_next_exchange_of_all(compressor, tmp
     stays, joins = launch("horovodrun", 2, "joins.py", tmp_path, "horovod", compressor)
     assert stays["steps"] == 2
     assert joins["error"].startswith("HorovodInternalError")
-    # Where something is gathered, the joined worker's Horovod may end before it has said why.
+    # With gathers, the joined worker's Horovod may end before it reports the reason.
     reasons = ["a worker has called hvd.join()", *(["HorovodInternalError"] if compressor == "signsgd" else [])]
     assert any(reason in stays["error"] for reason in reasons)
 
@@ -119,7 +119,7 @@ def grc(**params):
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As trainers' wrappers: an optimizer by its class, with another one inside that steps."""
+    """An optimizer by class that delegates its steps to another one, like trainers' wrappers."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -201,7 +201,7 @@ def test_arguments_of_another_kind_are_refused_with_the_remedy(name):
 
 
 class Elsewhere(torch.Tensor):
-    """Its values are those of another tensor, and its own memory holds none."""
+    """A tensor without memory of its own; its values are in another tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -279,7 +279,7 @@ def test_parameters_of_other_kinds_are_refused_by_name(kind, integration):
     with pytest.raises(error, match=f"'second' .*{words}"):
         integrate(integration, optimizer, named)
     assert not p._post_accumulate_grad_hooks
-    grace.torch.DistributedOptimizer(parameters(), grc())  # the Grace of before is free
+    grace.torch.DistributedOptimizer(parameters(), grc())  # a failed call does not affect later ones
 
 
 def test_lazy_parameters_are_refused():

@@ -22,7 +22,7 @@ LAUNCHES = [
     ("horovodrun", 4, "tensorflow", "horovod"),
 ]
 
-# A launch exchanges by every method of the table, and the first test of a case waits for it.
+# One launch runs all methods of the table; the first test of each case waits for it.
 pytestmark = pytest.mark.processes
 
 
@@ -32,8 +32,8 @@ def test_every_part_is_exchanged_by_real_workers():
         parts = {"compressor": "method.compressor", "memory": "method.memory", "communicator": "communicator"}[kind]
         found = {name_of(attrgetter(parts)(grace)) for grace in graces}
         if kind == "communicator":
-            # Rows of gradients, and strategies by the hundred: tests/test_fsdp.py, tests/test_plan_execution.py. The
-            # choice among others is none of them.
+            # Tested elsewhere: rows of gradients in tests/test_fsdp.py, plans in tests/test_plan_execution.py. "auto"
+            # only chooses among the others.
             found |= {"reducescatter", "planned", "auto"}
         assert set(registry) == found, f"no row has {set(registry) - found}"
 
@@ -43,7 +43,7 @@ CASES = [(case, index) for case in LAUNCHES for index in rows(*case[2:], case[1]
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What each worker found, for every row; each case is launched once."""
+    """A function of a case: the findings of each worker for every row. Each case is launched once."""
 
     @cache
     def of(case):
@@ -62,7 +62,7 @@ def test_real_workers_agree_with_the_simulation(launched, case, index):
     params, workers = ROWS[index], [worker[index] for worker in launched(case)]
     sequence = [[gradients(step, rank) for rank in range(len(workers))] for step in range(STEPS)]
     expected = simulate(params, sequence)
-    # Half precision rounds in between; of values that lie close together errors of rounding make other vectors.
+    # fp16 also rounds in between; atomo's singular vectors are sensitive to rounding if values are close.
     room = {"fp16": 2e-3, "atomo": 5e-4}.get(params["compressor"], 1e-5)
     for step in range(STEPS):
         for name in SHAPES:
@@ -72,7 +72,7 @@ def test_real_workers_agree_with_the_simulation(launched, case, index):
             want = expected.history[step][0][name]
             assert mine.shape == want.shape
             assert mine.dtype == want.dtype
-            # Reductions on the wire may add in another order.
+            # Sums on the wire may be in another order.
             np.testing.assert_allclose(mine, want, rtol=room, atol=room)
     _, sent, received, dense, steps, headers = workers[0]
     report = expected.report

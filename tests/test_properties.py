@@ -20,7 +20,7 @@ NUMBERS = st.floats(-1000, 1000, width=32, allow_subnormal=True)
 
 @st.composite
 def gradients(draw, toolkit):
-    """Three workers' gradients of one drawn shape and dtype; one time in three a single element is NaN or infinite."""
+    """Three workers' gradients of one random shape and dtype; in one case of three an element is NaN or infinite."""
     shape = draw(npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9))
     dtype = draw(st.sampled_from(DTYPES.get(toolkit, DTYPES["numpy"])))
     arrays = [draw(npst.arrays(np.float32, shape, elements=NUMBERS)) for _ in range(3)]

@@ -46,7 +46,7 @@ def test_votes_summed_in_int8_are_refused_beyond_127_workers():
 @pytest.mark.parametrize("levels", [1, 3, 127])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_qsgd_gives_a_lone_element_back(xp, levels, scale):
-    # One element in each of 100 000 buckets: its level is exactly the top one, whatever is drawn.
+    # Each of 100,000 buckets has one element, whose level is the top one for any random number.
     lone = spread(100_000) * np.float32(scale)
     lone[lone == 0] = scale
     x = np.zeros(800_000, np.float32)
@@ -65,7 +65,7 @@ def test_qsgd_of_one_element_is_exact(xp):
 
 
 def test_efsignsgd_loses_what_the_formula_says(xp):
-    # |x|² - |x|₁² / n, for the whole tensor.
+    # The squared error is |x|² - |x|₁² / n, with one scale for the whole tensor.
     method, x = method_of(compressor="efsignsgd"), spread(5000)
     ctx = context(xp, 5000)
     error = x - receive(method, xp, send(method, xp, x, ctx)[0], ctx)

@@ -24,7 +24,7 @@ from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport, World
 
 N = 2000
-K = 20  # of 1 %
+K = 20  # 1 % of N
 TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_goes_on_takes_the_place_of_what_it_repeats(path):
 
     state = some(3).state_dict()
     some(4, state)
-    some(2, state)  # back to step 3
+    some(2, state)  # continues from step 3, and replaces later lines
     run = read(path)
     assert [line.step for line in run.lines] == [1, 2, 3, 4, 5]
     assert all(line.sent == [8 * K] and line.steps == 1 for line in run.lines)
@@ -396,7 +396,7 @@ def test_a_package_that_is_missing_is_named_before_the_training(name, package, m
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_trackers_call_the_packages_as_documented(path, name, monkeypatch):
-    """With stand-ins, which take the documented arguments only."""
+    """Stand-ins for the packages accept only documented arguments."""
     calls = []
 
     class SummaryWriter:
@@ -445,10 +445,10 @@ def test_trackers_call_the_packages_as_documented(path, name, monkeypatch):
         assert [(metrics["grace/loss"], step) for metrics, step in calls] == [(0.5, 2), (0.25, 4)]
 
 
-# The packages' own files, read back. `make install` lacks wandb, which brings 16 packages along, and MLflow, whose
+# These tests read the packages' own files. `make install` omits wandb, with its 16 dependencies, and MLflow, whose
 # importlib-metadata is older than the one in constraints.txt.
 def tracked(path, tracker):
-    """What the packages should hold after a training with the tracker: for each name, its values at steps 2 and 4."""
+    """The values that the packages should store in a training with the tracker: by name, at steps 2 and 4."""
     assert pickle.loads(pickle.dumps(tracker))
     trained_with(path, [{"loss": 0.5}, {"loss": 0.25}], tracker=tracker)
     first, second = read(path).history()
@@ -472,7 +472,7 @@ def wandb_records(file):
     """The records of an offline run: protocol buffers in the frames of LevelDB's log, in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, record = file.read_bytes(), 7, b""  # behind the file's header
+    data, at, record = file.read_bytes(), 7, b""  # skip the file's header
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
         if left < 7:
@@ -481,7 +481,7 @@ def wandb_records(file):
         _, length, part = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if part in (1, 4):  # whole, or the last part
+        if part in (1, 4):  # a whole record, or its last part
             yield Record.FromString(record)
             record = b""
 
@@ -492,7 +492,7 @@ def test_wandb_writes_an_offline_run(path, tmp_path):
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_machine_info=True)
     try:
         with wandb.init(mode="offline", project="grace", dir=tmp_path, settings=settings) as run:
-            run.log({"own": 1}, step=7)  # a script that counts its own steps
+            run.log({"own": 1}, step=7)  # the script logs with step numbers of its own
             expected = tracked(path, trackers.wandb())
             run.log({"own": 2}, step=20)
     finally:
@@ -524,7 +524,7 @@ def test_mlflow_reads_its_database(path, tmp_path):
 
 # -- warnings -------------------------------------------------------------------------------------------------------
 def made(path, norms, reason="", method="topk", sent=10, dense=100, skipped=0, kernels=True):
-    """A record of one tensor, a line for each norm."""
+    """A record of one tensor, with a line for each residual norm."""
     facts = {"name": "w", "shape": [25], "method": method, "reason": reason, "strategy": "", "level": ""}
     begin = {"format": 1, "when": 0.0, "step": 0, "every": 1, "grace": "1", "toolkit": "numpy", "kernels": kernels}
     begin |= {"kind": "begin", "graph": False, "world_size": 1}
@@ -540,12 +540,12 @@ def made(path, norms, reason="", method="topk", sent=10, dense=100, skipped=0, k
     "norms, growing",
     [
         (range(1, 41), True),
-        ([min(n, 10) for n in range(1, 41)], False),  # settled
+        ([min(n, 10) for n in range(1, 41)], False),  # settles
         ([n**0.5 for n in range(1, 41)], False),
-        ([*range(1, 31), *range(30, 0, -3)], False),  # on its way down
+        ([*range(1, 31), *range(30, 0, -3)], False),  # rises and falls
         ([1, 2, 3, 4], False),  # too short to say
         ([None] * 40, False),
-        ([0] * 20 + [1] * 20, False),  # from nothing
+        ([0] * 20 + [1] * 20, False),  # rises from zero, then stays
     ],
 )
 def test_a_residual_that_goes_on_growing_is_named(path, norms, growing):
@@ -600,7 +600,7 @@ def test_fit_writes_with_a_callback(path, callback):
     run = read(path)
     if callback:
         assert [(line.step, line.steps) for line in run.lines] == [(2, 2), (4, 2), (5, 1)]
-        assert run.lines[0].sent[0] == 2 * 8 * 40  # of 4096
+        assert run.lines[0].sent[0] == 2 * 8 * 40  # 40 of 4096 elements
         assert run.times == {}
     else:
         assert run.lines == []
@@ -719,7 +719,7 @@ def test_following_shows_what_comes_and_ends_with_the_key(trained, monkeypatch):
 # -- several runs ---------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Records of 4 and of 3 epochs of 2 steps, the second with a tenth of the bytes."""
+    """Records of 4 and 3 epochs of 2 steps; the second run sends a tenth of the bytes."""
     folder = tmp_path_factory.mktemp("runs")
     for name, losses, ratio in (("a", (8, 4, 2, 1), 0.1), ("b", (9, 6, 3), 0.01)):
         trained_with(folder / f"{name}.jsonl", [{"loss": loss, "odd[x]": 1} for loss in losses], compress_ratio=ratio)
@@ -728,7 +728,7 @@ def runs(tmp_path_factory):
 
 
 def test_runs_are_compared_at_the_same_steps_seconds_and_bytes(runs, monkeypatch):
-    monkeypatch.chdir(runs[0].parent)  # a long path is folded
+    monkeypatch.chdir(runs[0].parent)  # long paths are wrapped in the output
     found = invoke(*(run.name for run in runs))
     assert found.exit_code == 0, found.output
     text = " ".join(found.output.split())

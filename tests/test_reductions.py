@@ -28,13 +28,13 @@ def test_workers_find_the_same_bits_and_the_sum_in_the_order_of_ranks(found, dty
         want = functools.reduce(COMBINE[op], gradients)
         if mine.nbytes <= 2**18 or op != "sum" or dtype.startswith("int"):
             np.testing.assert_array_equal(mine, want)
-        else:  # gloo adds in an order of its own
+        else:  # gloo's order of addition differs
             error = 8 * len(found) * float(np.finfo(dtype).eps)
             np.testing.assert_allclose(mine, want, rtol=error, atol=10 * error)
 
 
 def test_gathers_that_are_under_way_together_do_not_mix(found):
-    sizes = np.repeat(GATHERED, 2)  # by each of two that share the group
+    sizes = np.repeat(GATHERED, 2)  # each size twice: two optimizers share the group
     for worker in found:
         for size, buffers in zip(sizes, worker["gathered"], strict=True):
             assert len(buffers) == len(found)
@@ -56,7 +56,7 @@ def test_small_sums_travel_with_what_is_gathered(found, number):
             np.testing.assert_array_equal(payload[0], sent)
             np.testing.assert_array_equal(payload[1], first[:3])
         for result, expected in ((whole, total), (means[0], mean[:7]), (means[1], mean[7:].reshape(-1, 2))):
-            error = 0 if 8 * summed <= 2**18 else 1e-5  # gloo adds in an order of its own
+            error = 0 if 8 * summed <= 2**18 else 1e-5  # gloo's order of addition differs
             np.testing.assert_allclose(result, expected, rtol=error, atol=10 * error)
         assert messages == (0 if small else 1)
 

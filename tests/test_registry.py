@@ -47,7 +47,7 @@ def test_the_dictionary_of_the_first_grace():
 
 
 def test_a_grace_says_what_it_is(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher, whose group of workers is not there yet
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher was used, but there is no process group yet
     grc = grace_from_params({"compressor": "eden", "bits": 2, "memory": "residual", "beta": 0.9})
     method = "eden(block_size=4096, bits=2, biased=False) + residual(beta=0.9) + auto"
     assert repr(grc) == f"Grace({method}; workers not known yet; 0 tensors)"
@@ -73,7 +73,7 @@ def test_defaults_are_those_that_a_user_should_have(row):
 
 
 def check_fields(part, params):
-    # Parts of a method take their fields from the same dictionary.
+    # The parts of a method take their fields from one dictionary.
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(field.default, Compressor):
@@ -281,7 +281,7 @@ def test_a_launcher_without_a_transport_is_an_error(monkeypatch, key, call):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(key, "2")
-    early = grace_from_params({})  # a group may still come: Lightning makes it
+    early = grace_from_params({})  # allowed: a group may be created later, as by Lightning
     for use in (lambda: early.build({"w": np.ones(4)}), lambda: early.world_size, lambda: early.rank):
         with pytest.raises(RuntimeError, match=rf"{key}=2 asks for 2 workers.*call {re.escape(call)}.* before"):
             use()
@@ -293,7 +293,7 @@ def test_a_launcher_without_a_transport_is_an_error(monkeypatch, key, call):
 # -- registering ----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def forget():
-    """Take out again what a test registers."""
+    """Remove a test's registrations at its end."""
     registries = REGISTRIES.values()
     assert all(map(list, registries)), "loaded first, so that what is restored is all of it"
     before = [(dict(registry._classes), dict(registry._aliases)) for registry in registries]
@@ -346,14 +346,14 @@ def test_a_name_is_given_once():
     with pytest.raises(TypeError, match="Other is no Compressor, Memory, Communicator or Policy"):
         register("other")(type("Other", (), {}))
     assert "fresh" not in compressors
-    register("topk")(TopK)  # a module that is imported anew
+    register("topk")(TopK)  # as when a module is reloaded
 
 
 def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.split(".")[2] for cls in registry.values()}
-        shared = {"agreed", "blockwise", "lowrank", "selectors", "sparse"}  # parts of several methods, without a name
+        shared = {"agreed", "blockwise", "lowrank", "selectors", "sparse"}  # shared by several methods, not registered
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name
@@ -395,7 +395,7 @@ def test_no_method_names_a_toolkit(path):
 
 @pytest.mark.parametrize("path", SOURCES[:3] + sorted(PACKAGE.glob("compressors/*.py")), ids=lambda path: path.name)
 def test_methods_keep_nothing_in_themselves(path):
-    # compress, decompress, compensate and update depend on their arguments: no assignment to self.
+    # compress, decompress, compensate and update must be functions of their arguments: no assignment to self.
     assigned = [
         ast.unparse(node)
         for node in ast.walk(ast.parse(path.read_text()))
@@ -409,7 +409,7 @@ def test_methods_keep_nothing_in_themselves(path):
 
 # -- workers that differ --------------------------------------------------------------------------------------------
 class Asks(Communicator):
-    """Every worker asks for what it was told to."""
+    """Each worker requests the collectives that it was given."""
 
     def __init__(self, *asked):
         self.asked = asked
@@ -514,7 +514,7 @@ def test_a_run_goes_on_where_it_stopped(xp, params, shape, early):
     for step in range(3):
         first.step(given(step))
     saved = first.state_dict()
-    if early:  # a checkpoint may come before the tensors are known
+    if early:  # a state may be loaded before the tensors are known
         second.load_state_dict(saved)
         second.build(zeros)
     else:

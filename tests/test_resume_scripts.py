@@ -36,7 +36,7 @@ def test_a_run_that_is_stopped_and_loses_a_file_ends_where_an_undisturbed_one_en
         for number, stop in enumerate(stops):
             printed = run(*launcher(how, 2), folder / "train.py", stop, log=folder / f"log-{number}")
             lost = folder / "checkpoints" / "step-000000032" / "worker-00001-of-00002.grace"
-            if stop == "4" and lost.exists():  # as if worker 1 had ended while it saved: on from the checkpoint before
+            if stop == "4" and lost.exists():  # as if worker 1 had died while saving: resume from the previous one
                 lost.unlink()
             assert stop == "6" or any((folder / name).exists() for name in ("checkpoints", "backup"))
         reached.append(dict(re.findall(r"worker (\d): (step 48, weights [\d.]+)", printed)))

@@ -63,7 +63,7 @@ def test_words_are_the_same_bits_on_every_toolkit(xp, key0, key1):
 
 @pytest.mark.parametrize("start", [1, 777, 2**31 - 50, 2**32 - 50, 2**32 + 5, 3 * 2**32 - 1, 2**40])
 def test_words_from_anywhere(xp, start):
-    # Also where the counter leaves 32 bits, and its lower half starts again.
+    # Includes starts where the counter exceeds 32 bits, and its lower half wraps around.
     key0, key1 = 0xDEADBEEF, 0xFFFFFFF0
     assert np.array_equal(as_words(xp, xp.random.words(key0, key1, start, 100)), streams.words(key0, key1, start, 100))
     assert xp.shape(xp.random.words(key0, key1, start, 0)) == (0,)
@@ -106,7 +106,7 @@ def test_uniform_lies_in_the_unit_interval(xp):
     assert u.min() >= 0
     assert u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / N)
-    # Of (u - 1/2)², the mean is 1/12 and the variance 1/180.
+    # (u - 1/2)² has mean 1/12 and variance 1/180.
     assert abs(((u - 0.5) ** 2).mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / N)
     assert len(np.unique(u)) > 0.99 * N
 
@@ -140,7 +140,7 @@ def test_streams_are_not_correlated(other):
     base = {"name": "ab"} if other.get("name") == "ba" else {}
     one, two = (np.asarray(draw(xp, **fields).uniform(N), np.float64) for fields in (base, other))
     assert abs(np.corrcoef(one, two)[0, 1]) < 5 / math.sqrt(N)
-    # Nor is one a shifted copy of the other.
+    # Neither is one stream a shifted copy of the other.
     if "offset" not in other:
         assert not np.intersect1d(one[:1000], two[:1000]).size > 5
 
@@ -159,7 +159,7 @@ def test_noise_is_the_same_bits_on_every_toolkit(xp, start, n):
 
 @pytest.mark.slow
 def test_noise_of_any_two_elements_is_independent():
-    # Of neighbours, of the same place in another run of 65536 elements, and in another tensor.
+    # Pairs: neighbours, equal positions in different runs of 65536 elements, and different tensors.
     shared = {"seed": 0, "label": "round", "step": 3, "worker": 1, "start": 0}
     one, other = (streams.noise(name=name, n=2**18, **shared) for name in ("layer", "other"))
     assert abs(one.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 2**16)
@@ -167,7 +167,7 @@ def test_noise_of_any_two_elements_is_independent():
     errors = [(run < 0.3).mean() for run in (*one.reshape(-1, 2**16), *other.reshape(-1, 2**16))]
     assert np.abs(np.array(errors) - 0.3).max() < 5 * math.sqrt(0.21 / 2**16)
     assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 5 / math.sqrt(2**16)
-    # Two runs share their table, so one pair of them is a shift of the other; over many draws they are independent.
+    # Two runs share a table, so one draw of them differs by a shift. Over many draws they are independent.
     sums = []
     for step in range(400):
         u = streams.noise(0, "round", "layer", step, 1, 5, 1), streams.noise(0, "round", "other", step, 1, 5, 1)
@@ -183,7 +183,7 @@ def test_rounded_numbers_are_neighbours_and_right_on_average(xp):
         found = xp.to_numpy(rng.rounded(xp.full(n, value), n)).astype(np.float64)
         assert set(found.tolist()) == {lower, lower + 1}
         assert found.mean() == pytest.approx(value, abs=5 * 0.5 / math.sqrt(n))
-        # floor(x + u), where that can be had without rounding
+        # equals floor(x + u) if the sum is exact
         assert np.array_equal(found, np.floor(value + xp.to_numpy(rng.noise(n)).astype(np.float64)))
     for whole in (0.0, -3.0, 127.0, 2.0**24 - 1):
         assert (xp.to_numpy(rng.rounded(xp.full(n, whole), n)) == whole).all()
@@ -212,7 +212,7 @@ def test_sample_is_distinct_and_ascending(xp, n, k):
     assert found.shape == (k,)
     assert (np.diff(found) > 0).all()
     assert ((found >= 0) & (found < n)).all()
-    # The k smallest words.
+    # The sample is the positions of the k smallest words.
     expected = np.sort(np.argsort(as_words(xp, rng.bits(n)).astype(np.int64))[:k])
     assert np.array_equal(found, expected)
 
@@ -292,7 +292,7 @@ def test_a_step_inside_a_graph_gives_the_same_numbers(step, kernels, monkeypatch
 
 
 def test_what_is_rounded_with_noise_is_right_up_to_half_of_2_to_the_minus_16(xp):
-    """The bound that `Rng.noise` states, of chances, and so of expectations, in units of a level."""
+    """Checks the bound of `Rng.noise`: on probabilities, so also on expectations, in units of a level."""
     noise = xp.to_numpy(Rng(xp, 0, "round", "w", 3, 1).noise(200_000)).astype(np.float64) * 2**17
     assert (noise % 2 == 1).all()
     assert noise.min() >= 1
@@ -310,5 +310,5 @@ def test_qsgd_finds_small_values_down_to_that_bound(xp):
         history = simulate({"compressor": "qsgd", "min_numel": 0}, given, backend=xp.name).history
         return np.mean([means["w"][1:] for (means,) in history]) * 127
 
-    assert mean_of(5e-8 * 127, 20) == 0  # below half of 2**-16 of a level, as it is said
+    assert mean_of(5e-8 * 127, 20) == 0  # below half of 2**-16 of a level, so always rounded to 0
     assert abs(mean_of(2.0**-8, 40) - 2.0**-8) < 6 * (2.0**-8 / (40 * 511)) ** 0.5

@@ -1,4 +1,4 @@
-"""Random rotations, and what EDEN promises of them."""
+"""Random rotations, and EDEN's guarantees."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_eden_has_the_error_of_the_papers(params, error, kind):
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_eden_is_right_on_average_and_along_the_gradient(bits):
-    # Right on average for elements of about one size; along x for any x and draw: that is what the scale is for.
+    # Unbiased for elements of similar size. The scale makes the component along x exact for any x and any draw.
     x, draws = normal(64), 2000
     found = np.array([decoded(eden(bits=bits), x, step=step) for step in range(draws)], np.float64)
     square = (x.astype(np.float64) ** 2).sum()
@@ -79,7 +79,7 @@ def test_eden_is_right_on_average_and_along_the_gradient(bits):
 
 
 def test_eden_gives_lone_elements_back(xp):
-    # One spike becomes signs of one size, which one bit for each element holds exactly.
+    # Rotated, one spike has elements of equal magnitude, which one bit per element encodes exactly.
     x = np.zeros(1000, np.float32)
     x[77] = -3
     compressor, ctx = eden(bits=1), context(xp, 1000)
@@ -88,7 +88,7 @@ def test_eden_gives_lone_elements_back(xp):
 
 
 def test_workers_rotate_independently(xp):
-    # The mean over N workers of one and the same gradient has an N-th of the error: 32 of them, then they repeat.
+    # The mean of N workers with equal gradients has an N-th of the error, up to 32 workers: then the signs repeat.
     x, compressor = normal(4096), eden(bits=2)
     payloads = [
         compressor.compress(xp.asarray(x, "float32"), {}, context(xp, 4096, rank=rank))[0] for rank in range(33)
@@ -99,7 +99,7 @@ def test_workers_rotate_independently(xp):
 
 
 def test_only_a_tensor_of_its_own_has_a_narrow_block():
-    # The end of a longer tensor, cut off for another worker, is a whole block on the wire.
+    # The last piece of a longer tensor, owned by another worker, is sent as a whole block.
     ctx = context(backend("numpy"), 4096 + 20)
     widths = [width_of(part, 4096) for part in (ctx, ctx.piece(0, 4096), ctx.piece(4096, 20), ctx.piece(4116, 0))]
     assert widths == [4096] * 4
@@ -200,7 +200,7 @@ def test_the_variance_of_kashin_is_that_of_its_codes(bits, error):
 
 
 def test_the_variance_of_kashin_holds_for_every_vector():
-    # Constants and rows of the transform are the worst of a rotation without random signs.
+    # Worst cases of a rotation without random signs: constants, and rows of the transform.
     for x in (np.ones(512), matrix(512)[77], np.eye(512)[3], np.random.default_rng(0).standard_t(1.5, 512)):
         x = x.astype(np.float32)
         errors = [np.sum((decoded(kashin(bits=1), x, step=step) - x.astype(np.float64)) ** 2) for step in range(20)]

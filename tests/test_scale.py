@@ -1,4 +1,4 @@
-"""The default exchange: what a worker receives does not grow with the number of workers, and nothing is lost."""
+"""The default exchange: received bytes do not grow with the number of workers, and nothing is lost."""
 
 import warnings
 
@@ -52,7 +52,7 @@ def test_a_memory_that_tracks_the_mean_is_gathered():
 
 
 class Machines(LocalTransport):
-    """Workers of a world, so many on each machine."""
+    """A world with ``node_size`` workers on each machine."""
 
     node_size, splits = 2, True
 
@@ -82,10 +82,10 @@ def test_what_a_worker_receives_does_not_grow(name):
         assert received(name, 4) > 1.5 * received(name, 2), f"it no longer {GROWS[name]}"
         return
     few, many = received(name, 2), received(name, 4)
-    # Chance and moments decide how much some methods send, and the second compression sees another distribution.
+    # Random payload lengths vary, and the second stage compresses another distribution.
     loose = 1.3 if method_of(name).compressor.traits.variable_length and name != "sidco" else 1.06
     assert many <= max(loose * few, 0.1 * (name == "sidco")), (few, many)
-    if name not in ("none", "threshold", "inceptionn"):  # whose values decide
+    if name not in ("none", "threshold", "inceptionn"):  # the size depends on the values
         assert many <= 0.55
 
 

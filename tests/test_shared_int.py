@@ -14,7 +14,7 @@ def compressor(**params):
 
 @pytest.mark.parametrize("dtype, levels, size", [("int8", 0, 127), ("int8", 127, 1), ("int8", 7, 18), ("int32", 0, 9)])
 def test_sums_never_leave_their_dtype(xp, dtype, levels, size):
-    # The largest and the smallest element of all workers at once, on as many workers as there may be.
+    # All workers have the largest and smallest elements, with the largest possible number of workers.
     made = compressor(compressor="shared_int", dtype=dtype, levels=levels)
     x = np.array([1, -1] * 4 + [0], np.float32)
     contexts = [context(xp, 9, rank=rank, world_size=size) for rank in range(size)]
@@ -50,8 +50,8 @@ def test_an_unknown_dtype_is_refused():
 
 @pytest.mark.parametrize("params", [{"compressor": "shared_int", "levels": 1}, {"compressor": "thc"}], ids=str)
 def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params):
-    # Of one and the same gradient: the mean of 16 workers has a 16th of the noise of each. thc also cuts what is large,
-    # alike on all workers; its noise is that of rounding by steps of 4.31 / 15: their squares / 6.
+    # With equal gradients, the mean of 16 workers has a 16th of each one's noise. thc also clips large elements,
+    # equally on all workers; its noise is that of rounding to steps of 4.31 / 15: their square / 6.
     n, size = 4096, 16
     x, made = normal(n).clip(-2, 2), compressor(**params)
     contexts = [context(xp, n, rank=rank, world_size=size) for rank in range(size)]
@@ -68,7 +68,7 @@ def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params)
 
 
 def test_a_weak_worker_is_not_lost(xp):
-    # Its elements are far below one step of the scale of the other; on average they arrive.
+    # The weak worker's elements are far below one step of the common scale, but arrive on average.
     n, made = 20_000, compressor(compressor="shared_int", levels=1)
     gradients = np.ones(n, np.float32), np.full(n, 0.01, np.float32)
     contexts = [context(xp, n, rank=rank, world_size=2) for rank in range(2)]
@@ -79,7 +79,7 @@ def test_a_weak_worker_is_not_lost(xp):
 
 
 def check_thc_sums(xp, bits, size, dtype, sent):
-    """``dtype`` and ``sent`` are those of the sums of 64 elements on the wire."""
+    """``dtype`` and ``sent``: of the sums on the wire, for 64 elements."""
     made, x = compressor(compressor="thc", bits=bits, block_size=64), xp.asarray(normal(64), "float32")
     norms, codes = handed_over(lambda ctx: made.compress(x, {}, ctx), context(xp, 64, world_size=size))
     assert (xp.dtype(norms), xp.dtype(codes), *xp.shape(codes)) == ("float32", dtype, sent)

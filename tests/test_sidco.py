@@ -30,7 +30,7 @@ def number(xp, array):
 
 
 def draw(law, n, seed=0):
-    """Magnitudes of one law with random signs."""
+    """Numbers with magnitudes of a law and random signs."""
     rng = np.random.default_rng([seed, 7])
     x = bench.LAWS[law](rng, n).astype(np.float32)
     return np.where(rng.random(n) < 0.5, -x, x)
@@ -49,10 +49,10 @@ def chosen(xp, compressor, x, state=None):
 
 # -- laws ----------------------------------------------------------------------------------------------------------
 def test_closed_forms(xp):
-    # S1, by hand: ln 100; 4 (100 ** 0.25 - 1); half of the 1 % quantile of chi squared with one degree of freedom.
+    # S1, worked out by hand: ln 100; 4 (100 ** 0.25 - 1); half of chi squared's 1 % quantile, one degree of freedom.
     mean, share = one(xp, 1.0, math.log(0.01))
     assert number(xp, tails.exponential(xp, mean, share)) == pytest.approx(math.log(100), rel=1e-12)
-    mean, variance = one(xp, 1 / 0.75, 1 / (0.75**2 * 0.5))  # of scale 1 and xi 0.25
+    mean, variance = one(xp, 1 / 0.75, 1 / (0.75**2 * 0.5))  # scale 1 and xi = 0.25
     assert number(xp, tails.pareto_shape(xp, mean, variance)) == pytest.approx(0.25, rel=1e-12)
     assert number(xp, tails.pareto(xp, mean, variance, share)) == pytest.approx(4 * (100**0.25 - 1), rel=1e-9)
     (shape,) = one(xp, 0.5)
@@ -61,7 +61,7 @@ def test_closed_forms(xp):
 
 def test_a_pareto_law_of_no_shape_is_exponential(xp):
     mean, share = one(xp, 2.0, math.log(0.001))
-    for variance in (4.0, 4.0 * (1 + 1e-7), 4.0 * (1 - 1e-7)):  # xi = 0 and about 5e-8 from it
+    for variance in (4.0, 4.0 * (1 + 1e-7), 4.0 * (1 - 1e-7)):  # xi = 0, and xi = +-5e-8
         found = number(xp, tails.pareto(xp, mean, *one(xp, variance), share))
         assert found == pytest.approx(2 * math.log(1000), rel=1e-6)
 
@@ -75,7 +75,7 @@ def test_gamma_quantiles_against_scipy(xp, shape):
 
 
 def test_parameters_are_recovered():
-    # S2, from 1e6 numbers.
+    # S2, with 1e6 numbers.
     xp, n = backend("numpy"), 10**6
     rng = np.random.default_rng(1)
     number_, total, _ = xp.excess((3 * rng.exponential(size=n)).astype(np.float32), np.zeros(1, np.float32))
@@ -92,7 +92,7 @@ def test_parameters_are_recovered():
 
 
 def test_the_closed_form_chooses_too_few():
-    # The paper's formula for the gamma law, on that law: 0.43 of k at 1 %, where the quantile itself is right.
+    # The paper's closed form for the gamma law, on gamma draws, selects 0.43 of k at 1 %; the exact quantile is right.
     x = draw("gamma, shape 0.5", 10**6)
     settings = {closed: SIDCo(0.01, "gp", stages=1, closed_form=closed) for closed in (True, False)}
     many = {closed: len(chosen(backend("numpy"), compressor, x)[0]) for closed, compressor in settings.items()}
@@ -101,7 +101,7 @@ def test_the_closed_form_chooses_too_few():
 
 
 def with_zeros(law, n, share, seed=0):
-    """Numbers of a law, a share of them zero, as gradients of unused inputs are."""
+    """Draws from a law with a share of zeros, like gradients of unused inputs."""
     x = draw(law, n, seed)
     x[np.random.default_rng([seed, 8]).random(n) < share] = 0
     return x
@@ -109,7 +109,7 @@ def with_zeros(law, n, share, seed=0):
 
 @pytest.mark.parametrize("zeros", [0.0, 0.1, 0.3])
 def test_the_gamma_law_is_fitted_as_the_authors_do(xp, zeros):
-    # Their code adds 2 ** -52 to magnitudes that are divided by the vector's norm.
+    # The authors' code divides magnitudes by the vector's norm and adds 2 ** -52.
     scipy = pytest.importorskip("scipy.special")
     x = with_zeros("Laplace", N, zeros)
     a = abs(x).astype(np.float64) / np.linalg.norm(x.astype(np.float64))
@@ -122,7 +122,7 @@ def test_the_gamma_law_is_fitted_as_the_authors_do(xp, zeros):
 
 
 def test_zeros_and_the_number_of_elements():
-    # K / k of the authors' code, at 1 % in two stages; with the floor in units of the mean: 1.70, 2.46 and 1.98.
+    # Wanted K / k at 1 % in two stages is the authors'. With the floor relative to the mean: 1.70, 2.46 and 1.98.
     for zeros, wanted in ((0.0, 1.0), (0.1, 1.52), (0.3, 2.26), (0.5, 1.93)):
         x = with_zeros("Laplace", 10**6, zeros)
         many = len(chosen(backend("numpy"), SIDCo(0.01, "gp", stages=2), x)[0])
@@ -134,7 +134,7 @@ def test_zeros_and_the_number_of_elements():
 @pytest.mark.parametrize("many", [1, 2, 3, 7])
 def test_shares_of_the_stages_multiply_to_the_ratio(xp, ratio, many):
     if ratio >= 0.25 and many > 1:
-        return  # the first stage alone
+        return  # there is only one stage
     shares = [number(xp, SIDCo(ratio).share(xp, stages(xp, m), stages(xp, many))) for m in range(1, many + 1)]
     assert math.exp(math.fsum(shares)) == pytest.approx(ratio, rel=1e-12)
     if many > 1:
@@ -143,7 +143,7 @@ def test_shares_of_the_stages_multiply_to_the_ratio(xp, ratio, many):
 
 @pytest.mark.parametrize("sid", ["e", "gp", "p"])
 def test_the_right_law_chooses_as_many_as_wanted(sid):
-    # S3: means of 5 draws of 1e6, within a tenth of k, whatever the number of stages.
+    # S3: with any number of stages, the mean of 5 draws of 1e6 numbers is within a tenth of k.
     xp, n = backend("numpy"), 10**6
     draws = [draw(MATCHED[sid], n, seed) for seed in range(5)]
     for ratio in RATIOS:
@@ -155,7 +155,7 @@ def test_the_right_law_chooses_as_many_as_wanted(sid):
 
 @pytest.mark.parametrize("sid", ["e", "gp", "p"])
 def test_each_stage_is_higher_than_the_one_before(xp, sid):
-    # A number of stages with its last one left out: what the loop has seen before it.
+    # Thresholds of the first stages, as the loop computes them before the last stage.
     x = xp.asarray(draw("Student, 4 degrees", N), "float32")
     compressor, thresholds = SIDCo(0.001, sid), []
     shares = [number(xp, compressor.share(xp, stages(xp, m), stages(xp, 5))) for m in range(1, 6)]
@@ -222,7 +222,7 @@ def draws(law):
 @pytest.mark.parametrize("law", bench.LAWS)
 @pytest.mark.parametrize("sid, ratios", [("p", RATIOS), ("gp", RATIOS), ("e", RATIOS[:2])])
 def test_the_robust_rule_settles_near_the_ratio(law, sid, ratios):
-    # `grace bench sidco` does the same with 1e6 elements, and shows "e" at 0.001, which does not hold it.
+    # `grace bench sidco` runs this with 1e6 elements. It includes "e" at 0.001, which misses these bounds.
     for ratio in ratios:
         found, last = bench.settled(SIDCo(ratio, sid), draws(law))
         assert 0.8 <= np.mean(found) <= 1.25, (ratio, last)
@@ -268,7 +268,7 @@ def width(label):
 
 @pytest.mark.slow
 def test_it_is_steadier_than_one_small_sample_but_not_than_ours():
-    # The paper's competitor, a sample of 1 %; ours is larger, and its threshold is corrected by counting.
+    # The paper compares with a sample of 1 %. GRACE's sample is larger, and counting corrects its threshold.
     assert width("SIDCo-P robust") < width("one sample of 1%")
     assert width("DGC sampling") < width("SIDCo-P robust")
 
@@ -281,7 +281,7 @@ def test_one_stage_fails():
 
 # -- toolkits (S7) -------------------------------------------------------------------------------------------------
 def functions(name):
-    """A toolkit's ways to call a function of arrays: eager, and traced where there are graphs."""
+    """The ways in which a toolkit calls a function of arrays: eagerly, and traced if it has graphs."""
     if name != "tensorflow":
         return [lambda f: f]
     import tensorflow as tf
@@ -380,7 +380,7 @@ def test_degenerate_gradients(xp, compressor):
         assert len(chosen(xp, compressor, np.zeros(n, np.float32))[0]) <= 1
         for size in (1e-30, 1.0, 1e30):
             found, _ = chosen(xp, compressor, np.full(n, size, np.float32))
-            assert len(found) in (1, n)  # all are equal: the largest, or all of them
+            assert len(found) in (1, n)  # all are equal: one is sent, or all
             found, _ = chosen(xp, compressor, size * normal(n))
             assert 1 <= len(found) <= n / 5
         for bad in (np.nan, np.inf, -np.inf):
@@ -398,7 +398,7 @@ def test_small_tensors_have_the_largest(xp, n):
     expected = np.sort(np.argsort(-abs(x), kind="stable")[: min(n, max(1, n // 20))])
     for sid in ("e", "gp", "p"):
         assert np.array_equal(chosen(xp, SIDCo(0.05, sid), x)[0], expected)
-    x = draw("Laplace", 31_999)  # fewer than 32 are wanted
+    x = draw("Laplace", 31_999)  # k = 31: too few for an estimate
     assert np.array_equal(chosen(xp, SIDCo(0.001), x)[0], np.sort(np.argsort(-abs(x), kind="stable")[:31]))
 
 
@@ -458,7 +458,7 @@ def test_gaussian_takes_the_normal_quantile(xp):
     for ratio in RATIOS:
         found, _ = chosen(xp, SELECTORS["gaussian"](ratio), x)
         assert len(found) == pytest.approx(ratio * N, rel=0.1, abs=4 * math.sqrt(ratio * N))
-    # Of heavy tails it must correct: too many pass, so 1.5 times the quantile, at most three times.
+    # Heavy tails need a correction: too many pass, so the threshold grows 1.5-fold, up to three times.
     x = draw("Pareto, xi 0.25", N)
     many = len(chosen(xp, SELECTORS["gaussian"](0.001), x)[0])
     quantile = 3.2905267 * x.astype(np.float64).std() + abs(x.astype(np.float64).mean())

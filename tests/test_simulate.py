@@ -119,7 +119,7 @@ def numbers(report):
 K = 20  # of N elements, at a ratio of 1%
 BLOCKS = 4  # of 512 elements: N = 3 * 512 + 464
 QSGD = N + 4 * BLOCKS
-# One step of three workers, worker 0's side: what it hands over, and what comes from the others.
+# One step of three workers: the bytes that worker 0 sends and receives.
 TRAFFIC = [
     ({"compressor": "none"}, "allreduce", 4 * N, 4 * N),
     ({"compressor": "fp16"}, "allreduce", 2 * N, 2 * N),
@@ -129,9 +129,9 @@ TRAFFIC = [
     ({"compressor": "topk"}, "broadcast", 8 * K, 2 * 8 * K),
     ({"compressor": "efsignsgd"}, "allgather", N // 8 + 4, 2 * (N // 8 + 4)),
     ({"compressor": "qsgd"}, "broadcast", QSGD, 2 * QSGD),
-    # Shards of ceil(4 blocks / 3) = 2 blocks: 1024, 976 and 0 elements. Worker 0 sends the shards of the others
-    # (976 codes, 2 norms), then its own (1024 codes, 2 norms) to everybody; it receives its own shard from both, and
-    # theirs.
+    # Shards of ceil(4 blocks / 3) = 2 blocks: 1024, 976 and 0 elements. Worker 0 sends worker 1's shard (976 codes,
+    # 2 norms), then the mean of its own (1024 codes, 2 norms) to all. It receives its own shard from both others,
+    # and the means of their shards.
     ({"compressor": "qsgd"}, "twostage", 976 + 8 + 1024 + 8, 2 * (1024 + 8) + 976 + 8),
 ]
 
@@ -161,7 +161,7 @@ def test_gathers_that_bring_more_than_a_dense_allreduce_say_so(xp):
 
 
 def test_no_step_looks_at_residuals(xp, monkeypatch):
-    # Their norms, which a report has, take a pass over all of them, and a wait where they are on a device.
+    # Norms of residuals, which reports contain, need a pass over the data; on a device the host would also wait.
     grc, w = grace_from_params({"compressor": "topk"}, LocalTransport()), xp.asarray(normal(N), "float32")
     grc.build({"w": w})
     monkeypatch.setattr(StateStore, "norms", lambda *_: pytest.fail("a step asked for norms"))

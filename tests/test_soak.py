@@ -53,7 +53,7 @@ def test_nothing_is_lost(found):
 
 
 def test_memory_stays_small(found):
-    # Whether it is flat shows in a long run only: `make soak`.
+    # Only a long run shows whether memory grows: `make soak`.
     assert 50 < found.memory < 1500
 
 

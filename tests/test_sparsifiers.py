@@ -60,7 +60,7 @@ def test_threshold_looks_at_magnitudes(xp):
 
 
 def test_randomk_covers_everything_in_time(xp):
-    # With error feedback every element is sent at last: no position is left out for ever.
+    # With error feedback every element is eventually sent, so every position must be drawn.
     method, n = method_of(compressor="randomk", compress_ratio=0.1), 100
     seen = np.zeros(n, bool)
     for step in range(100):
@@ -107,7 +107,7 @@ def test_a_chain_is_its_parts_one_after_the_other(xp, sparsifier, quantizer):
 
 
 def test_a_chain_may_have_three_stages(xp):
-    # Random positions that do not travel, the largest of those, and levels: as in CocktailSGD.
+    # The largest elements of random positions that are not sent, quantised: as in CocktailSGD.
     method = method_of(compressor="chain", sparsifier=RandomK(0.2), quantizer=Chain(TopK(0.25), QSGD(7, 24)))
     x, ctx = spread(1000), context(xp, 1000)
     payload, _ = send(method, xp, x, ctx)
@@ -141,14 +141,14 @@ def test_dgc_sends_nearly_as_many_as_asked_for(kind, ratio):
         # They are the largest ones.
         rest = np.delete(x, positions)
         assert abs(values).min() >= abs(rest).max()
-        if kind != "heavy":  # where few elements reach the threshold, the sample is still good enough to get close
+        if kind != "heavy":  # with a few heavy elements the sample is less accurate
             assert abs(len(positions) - k) <= 0.25 * k + 1
 
 
 def test_dgc_cuts_ties_and_sends_no_zeros(xp):
     method, n = method_of(compressor="dgc", compress_ratio=0.01), 20_000
     ctx = context(xp, n)
-    # All equal: as many as are allowed, from the front.
+    # All equal: sends the maximum number, from the front.
     _, positions = host(xp, send(method, xp, np.full(n, -3, np.float32), ctx)[0])
     assert positions.tolist() == list(range(260))
     # A few large ones are all sent before the many that are equal.
@@ -156,7 +156,7 @@ def test_dgc_cuts_ties_and_sends_no_zeros(xp):
     x[-100:] = np.linspace(1, 2, 100)
     _, positions = host(xp, send(method, xp, x, ctx)[0])
     assert positions.tolist() == [*range(160), *range(n - 100, n)]
-    # Fewer than the sample can see: nothing but what is not zero.
+    # So few that the sample may miss them: sends exactly the elements that are not zero.
     x = np.zeros(n, np.float32)
     x[[5, 777, 19_999]] = 1, -2, 1e-30
     _, positions = host(xp, send(method, xp, x, ctx)[0])
@@ -199,7 +199,7 @@ def test_wangni_sends_as_many_as_asked_for_after_some_iterations(iterations, sha
 
 
 class AdaComps:
-    """Workers of AdaComp, as the paper puts it."""
+    """Workers of AdaComp, from the paper's formulas."""
 
     def __init__(self, size, n, bins):
         self.bins, self.residuals = bins, np.zeros((size, n), np.float32)
@@ -249,7 +249,7 @@ def test_adacomp_loses_nothing_in_fifty_steps(xp):
 
 
 def test_gtopk_takes_back_what_is_not_used(xp):
-    # Two workers, two elements each; one of each pair is among the two largest sums.
+    # Two workers send two elements each. The two largest sums contain one element of each worker.
     graces = workers({"compressor": "gtopk", "compress_ratio": 0.25}, 2)
     gradients = [np.array([8, 0, 3, 0, 0, 1, 0, 0], np.float32), np.array([0, -4, 0, 2, -1, 0, 0, 0], np.float32)]
     for grace in graces:
@@ -296,7 +296,7 @@ def test_sketches_are_linear_and_find_heavy_hitters(xp):
     assert tables[0].shape == (5 * 512,)
     np.testing.assert_allclose(tables[0] + tables[1], tables[2], rtol=1e-4, atol=1e-4)
     estimate = np.array(xp.to_numpy(method.compressor.estimate(xp.asarray(tables[1], "float32"), hashes, ctx)))
-    # Only where three of five rows hold another heavy one as well is an estimate far off.
+    # An estimate is far off only if three of five rows contain another heavy element.
     assert (abs(estimate - two) > 0.5).mean() < 0.02
     assert np.median(abs(estimate - two)) < 0.05
     values, found = host(xp, send(method, xp, two, ctx)[0])
@@ -305,7 +305,7 @@ def test_sketches_are_linear_and_find_heavy_hitters(xp):
 
 
 def test_estimates_of_a_sketch_are_unbiased_and_as_good_as_with_a_hash_of_each_element():
-    # One row: what others of its column add has mean 0 and, from each element of another group, variance x^2 / columns.
+    # One row: other elements of a column add an error of mean 0; each from another group has variance x^2 / columns.
     n, columns, steps = 60, 16, 4000
     compressor, x = method_of(compressor="sketch_sgd", rows=1, columns=columns).compressor, spread(60)
     errors = []
@@ -330,7 +330,7 @@ def test_arctopk_finds_heavy_rows(xp):
 
 
 def test_arctopk_sends_every_row_in_time(xp):
-    # With error feedback no row is left out for ever, small as it is.
+    # With error feedback even small rows are eventually sent.
     method, n = method_of(compressor="arctopk", compress_ratio=0.25, row_size=8), 100
     state, seen = method.init(context(xp, n)), np.zeros(n, bool)
     g = np.linspace(0.1, 1, n).astype(np.float32)

@@ -31,7 +31,7 @@ def ends(forward, feedback="none", **settings):
 
 
 def cross(pair, h, name="numpy", ids=None, **places):
-    """A batch as it arrives, in NumPy; both ends compute with the same, and the receiver knows the message's length."""
+    """Send a batch and return it as received; checks that both ends have equal values, and the message's length."""
     xp, x = arrays(name, h)
     sender, receiver = pair
     message, value = sender.send(x, ids=ids, **places)
@@ -44,7 +44,7 @@ def cross(pair, h, name="numpy", ids=None, **places):
 
 
 def drifts(pair, epochs, shape=(4, 8192), name="numpy", ids=None):
-    """Relative errors of what arrives, of activations that change by 2 % in each epoch."""
+    """The relative errors of received activations that change by 2 % in each epoch."""
     rng = np.random.default_rng(0)
     h, errors = rng.standard_normal(shape).astype("f"), []
     for _ in range(epochs):
@@ -56,19 +56,19 @@ def drifts(pair, epochs, shape=(4, 8192), name="numpy", ids=None):
 # -- feedback ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", BACKENDS)
 def test_feedback_by_its_formulas(name):
-    # One example of eight elements, of which a top-k keeps two.
+    # One example of eight elements; top-k keeps two of them.
     pair = ends({"compressor": "topk", "compress_ratio": 0.25}, "ef")
     h = np.array([[8, 1, 2, 7, 3, 4, 5, 6]], "f")
     assert cross(pair, h, name).tolist() == [[8, 0, 0, 7, 0, 0, 0, 0]]
-    assert cross(pair, h, name).tolist() == [[0, 0, 0, 0, 0, 0, 10, 12]]  # of h + e, where e is what was not sent
+    assert cross(pair, h, name).tolist() == [[0, 0, 0, 0, 0, 0, 10, 12]]  # top-k of h + e; e: the error so far
     pair = ends({"compressor": "topk", "compress_ratio": 0.25}, "ef21")
     assert cross(pair, h, name).tolist() == [[8, 0, 0, 7, 0, 0, 0, 0]]
-    assert cross(pair, h, name).tolist() == [[8, 0, 0, 7, 0, 0, 5, 6]]  # of h - A, which both ends add to A
+    assert cross(pair, h, name).tolist() == [[8, 0, 0, 7, 0, 0, 5, 6]]  # top-k of h - A, added to A on both ends
     assert cross(pair, h * 2, name).tolist() == [[16, 0, 0, 7, 0, 8, 5, 6]]
 
 
 def test_ef21_and_aq_follow_a_drift():
-    # The numbers of the specification, for blocks of 8192 elements.
+    # The specification's numbers, for blocks of 8192 elements.
     whole = {**B4, "block_size": 0}
     assert drifts(ends(whole), 3) == pytest.approx([0.17, 0.17, 0.17], rel=0.05)
     expected = [0.17, 0.0146, 0.0039, 0.0034, 0.0034]
@@ -95,7 +95,7 @@ def test_what_is_not_finite_arrives_and_is_forgotten(feedback):
 
 
 def test_examples_are_compressed_by_themselves():
-    # A large example changes nothing in the others, whatever the method and its blocks.
+    # A large example does not change the others, for any method and block size.
     h = np.random.default_rng(0).standard_normal((3, 24)).astype("f")
     louder = h * np.array([[1], [1000], [1]], "f")
     for forward in (TOPK, B4, {**B4, "block_size": 8}, {**B4, "block_size": 0}, "qsgd", "natural", "fp8"):
@@ -124,7 +124,7 @@ def test_whole_blocks_of_a_batch_are_those_of_its_examples():
 def test_aq_keeps_activations_by_sample(storage, tmp_path):
     pair = ends(B4, "aq", samples=6, stored="float32", storage=tmp_path if storage else None)
     h = np.random.default_rng(0).standard_normal((6, 32)).astype("f")
-    assert np.array_equal(cross(pair, h[:4], ids=np.arange(4)), h[:4])  # first visits
+    assert np.array_equal(cross(pair, h[:4], ids=np.arange(4)), h[:4])  # first visits are exact
     mixed = np.array([5, 2, 0])
     found = cross(pair, h[mixed] + np.array([[1], [0], [0]], "f"), ids=mixed)
     assert np.array_equal(found[0], h[5] + 1)
@@ -132,14 +132,14 @@ def test_aq_keeps_activations_by_sample(storage, tmp_path):
     sent = pair[0].report()
     assert (sent.messages, sent.dense) == (2, 4 * 32 * 7)
     assert sent.nbytes == 4 * 32 * 5 + 3 * (16 + 4) + 2 * 8  # five first visits, codes with scales, two digests
-    # Goes on from its state, and takes no other.
+    # A new pair continues from the state; one with other settings refuses it.
     again = ends(B4, "aq", samples=6, stored="float32", storage=tmp_path if storage else None)
     for old, new in zip(pair, again, strict=True):
         new.load_state_dict(old.state_dict())
     found = cross(again, h[mixed], ids=mixed)
     assert again[0].report().nbytes == 3 * (16 + 4) + 8
     assert np.abs(found[1:] - h[[2, 0]]).max() < 1e-6
-    if not storage:  # which both have in the same files
+    if not storage:  # with storage, both pairs share the files
         assert np.array_equal(found, cross(pair, h[mixed], ids=mixed))
     with pytest.raises(ValueError, match="not of feedback='none'"):
         ends(B4)[0].load_state_dict(pair[0].state_dict())
@@ -227,7 +227,7 @@ def test_most_methods_cross_an_edge():
             pair[0].send(h)
         else:
             cross(pair, h)
-    # Those that agree with other workers, and one with a state.
+    # Methods in which workers must agree, and one with a state.
     agreed = {"acpsgd", "arctopk", "cltk", "dion", "gradzip", "gtopk", "powersgd", "shared_int", "sketch_sgd", "thc"}
     assert refused == agreed | {"adacomp"}
 
@@ -293,7 +293,7 @@ def test_evaluation_and_state(found):
 def test_several_outputs(found):
     (mine, dense), edges = found[1]["several"]
     np.testing.assert_allclose(mine, dense, rtol=1e-3)
-    assert [edge["messages"] for edge in edges] == [36, 12]  # three outputs, of which one has a gradient
+    assert [edge["messages"] for edge in edges] == [36, 12]  # three outputs, one of them with a gradient
 
 
 @pytest.mark.processes
@@ -344,7 +344,7 @@ def test_a_boundary_in_torch():
     y = layer(x)
     (dx,) = torch.autograd.grad(y, x, g)
     assert (y != 0).sum(1).tolist() == (dx != 0).sum(1).tolist() == [2] * 4
-    assert not torch.equal(y != 0, dx != 0)  # masks of their own
+    assert not torch.equal(y != 0, dx != 0)  # each direction has its own mask
     masked = Boundary(TOPK, same_mask=True)
     y = masked(x)
     (dx,) = torch.autograd.grad(y, x, g)
@@ -458,7 +458,7 @@ def test_the_step_of_a_pipeline_by_hand():
     quarter = Codec({"compressor": "blockint"}, curve(1e6), {"gpu": Speed(curve(0.25), curve(0.5), curve(0.5))})
     small = edge_seconds(4e6, link, quarter)
     assert (small.nbytes, small.wire, small.codec) == (1e6, 1.5, 0.75)
-    # Forward an edge takes 1.5 s and a stage 1.75; backward a stage takes 2.75.
+    # Forward an edge takes 1.5 s and a stage 1.75 s; backward a stage takes 2.75 s.
     assert step_seconds(profile, 4, 2, small) == pytest.approx(5 * (1.75 + 2.75) + 2 * 3 * 1.5)
 
 

@@ -71,7 +71,7 @@ PALS = {
     "PMI_LOCAL_RANK": "1",
     "PBS_JOBID": "3108.polaris-pbs-01",
 }
-# what srun gives to the daemons of Open MPI, one on each further machine, and to Hydra's proxies, one on each machine
+# Variables that srun sets for Open MPI's daemons (one per further machine), and for Hydra's proxies (one per machine).
 DAEMON = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu008"}
 PROXY = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}
 ON_TWO = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -83,7 +83,7 @@ HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1
 def environ(monkeypatch):
     """No launcher's variables are set; returns a function that sets some."""
     for name in (*(name for names in VARIABLES.values() for name in names), *LAUNCHED):
-        monkeypatch.setenv(name, "")  # so that what `grace.init` sets is undone, too
+        monkeypatch.setenv(name, "")  # so that changes by `grace.init` are undone, too
         monkeypatch.delenv(name)
     return lambda found: [monkeypatch.setenv(key, value) for key, value in found.items()]
 
@@ -152,12 +152,12 @@ def test_no_launcher():
 
 
 def test_an_interactive_shell_of_srun_is_known_by_its_terminal():
-    # The shell itself, and a step that was started in it and inherits its variables: only the first has a terminal.
+    # A shell, and a step started in it that inherits its variables: only the shell has a terminal.
     shell, terminal = pty.fork()
     if shell == 0:
         os.execvp("sleep", ["sleep", "60"])
     step = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    while b"sleep" not in Path(f"/proc/{shell}/cmdline").read_bytes():  # it has its terminal before it runs this
+    while b"sleep" not in Path(f"/proc/{shell}/cmdline").read_bytes():  # it runs sleep once it has its terminal
         time.sleep(0.01)
     try:
         with pytest.raises(RuntimeError, match=r"srun --pty` gives only task 0 a terminal"):
@@ -222,7 +222,7 @@ def test_a_group_that_init_made_is_gone_when_python_exits(ends):
     pytest.importorskip("torch")
     script = (
         "import atexit, weakref, torch.distributed as dist\n"
-        "atexit.register(lambda: print('initialised', dist.is_initialized()))\n"  # the last to run
+        "atexit.register(lambda: print('initialised', dist.is_initialized()))\n"  # runs last
         "import grace; print('workers', grace.init().size)\n"
         f"group = weakref.ref(dist.group.WORLD)\n{ends}\n"
         "print('held', group() is not None)\n"
@@ -319,7 +319,7 @@ def test_what_the_variables_promise(found, count):
     assert promised(found) == count
 
 
-# Two processes on this machine under the variables of a launcher inside another one.
+# Two processes on this machine, with the variables of one launcher nested in another.
 WORK = """
 import os, grace
 transport = grace.init()

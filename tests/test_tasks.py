@@ -36,7 +36,7 @@ PARAMETERS = {"image": 620_714, "lstm": 1_065_680, "transformer": 914_896, "ncf"
 
 @pytest.fixture(scope="module")
 def made():
-    """Every task's made data."""
+    """The synthetic data of every task."""
     return {name: task.data() for name, task in TASKS.items()}
 
 
@@ -55,7 +55,7 @@ def test_batches_depend_on_worker_and_step_alone(made, name):
 
 
 def test_quality_of_whoever_knows_the_answer_and_of_whoever_guesses(made):
-    """Each metric at its best, and where chance would have it."""
+    """Each metric for perfect answers, and for guesses."""
     images, masks, text, pairs = made["image"], made["segmentation"], made["lstm"], made["ncf"]
 
     def oracle(found):
@@ -65,7 +65,7 @@ def test_quality_of_whoever_knows_the_answer_and_of_whoever_guesses(made):
     assert images.quality(oracle(images)) == 1.0
     assert masks.quality(oracle(masks)) == 1.0
     assert images.quality(lambda inputs: np.eye(10)[np.zeros(len(inputs[0]), int)]) == pytest.approx(0.1, abs=0.04)
-    everywhere = np.mean(masks.test[1])  # who says "shape" everywhere is right where there is one
+    everywhere = np.mean(masks.test[1])  # "shape" everywhere is right on this share of pixels
     assert masks.quality(lambda inputs: np.eye(2)[np.ones(inputs[0].shape[:3], int)]) == pytest.approx(everywhere)
     uniform = text.quality(lambda inputs: np.zeros((*inputs[0].shape, text.words), np.float32))
     assert uniform == pytest.approx(text.words, rel=1e-4)
@@ -219,7 +219,7 @@ def test_models_have_the_parameters_and_logits_that_are_said(made, name, toolkit
 
 @pytest.mark.parametrize("toolkit", plan.TOOLKITS)
 def test_a_word_is_predicted_from_those_before_it(made, toolkit):
-    """Logits of a place do not depend on what comes later, and do on what came before."""
+    """Logits of a position depend on earlier words, and not on later ones."""
     found = made["transformer"]
     task = TASKS["transformer"]
     pieces = batch(found, 2, 0, 0)[0][0].copy()
@@ -304,7 +304,7 @@ def test_auto_is_trained_at_each_bandwidth():
     ]
     assert len({tuple(job.head.values()) for job in found}) == 3
     assert str(found[1]) == "image torch x2 auto:effort=fast at 100mbit"
-    # Its choice is made in the training: a time that is missing needs another one.
+    # Only a training chooses, so a missing time requires a new training.
     (row, _) = run.rows_of(found[1], [told(found[1], 0), told(found[1], 1)])
     assert run.remaining(found[1:2], [row]) == found[1:2]
 
@@ -402,7 +402,7 @@ def test_a_worker_of_local_training_times_whole_intervals(tmp_path, monkeypatch)
 
 def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch):
     trainer = Recorder()
-    now, taken = [0.0], iter((30.0, 10.0, 2.0, 3.0))  # seconds: a process is slow when it starts
+    now, taken = [0.0], iter((30.0, 10.0, 2.0, 3.0))  # the first steps of a process are slow
 
     def step(*_):
         now[0] += next(taken, 2.0)
@@ -410,7 +410,7 @@ def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch)
     monkeypatch.setattr(trainer, "step", step)
     monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=time.sleep))
     monkeypatch.setitem(sys.modules, "grace_bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
-    (tmp_path / "is-10mbit").touch()  # as the launcher answers
+    (tmp_path / "is-10mbit").touch()  # the launcher's reply
     monkeypatch.setattr(worker, "traffic", lambda: (0, 0))
     job = Job("ncf", "torch", 1, "auto", ("10mbit",), steps=8, shaped=True, seconds=0.0, trained_at="10mbit")
     Worker(job, tmp_path).run()
@@ -419,7 +419,7 @@ def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch)
     assert order.index("wants") < order.index("looked")
     (trained,) = (event for event in events if event["event"] == "trained")
     assert [step for step, _ in trained["curve"]] == [2, 4, 6, 8]
-    assert trained["clock"] == [2 * 10.0, 4 * 3.0, 4 * 3.0 + 4.0, 4 * 3.0 + 8.0]  # from the fourth step on they add up
+    assert trained["clock"] == [2 * 10.0, 4 * 3.0, 4 * 3.0 + 4.0, 4 * 3.0 + 8.0]  # warm-up counts as the step after it
 
 
 # -- what was measured is kept, and not measured again -----------------------------------------------------------------
@@ -427,7 +427,7 @@ JOB = Job("image", "torch", 2, "topk", ("100mbit", "1gbit"))
 
 
 def told(job, rank, seconds=0.1, bandwidths=None):
-    """What a worker writes."""
+    """The events that a worker writes."""
     found = [{"event": "ready", "parameters": 1000, "tensors": 3, "source": "made", "batch": 16, "size": 2}]
     if job.train and rank == 0:
         found.append({"event": "trained", "curve": [[20, 0.5], [40, 0.86], [60, 0.9]]})
@@ -497,7 +497,7 @@ def test_jobs_that_time_does_not_allow_are_named_and_not_begun(tmp_path, monkeyp
 # -- tables, plots and the page ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def rows():
-    """A small measurement: dense, top-k that pays at one bandwidth, one that never arrives, one that failed."""
+    """A small measurement: dense; top-k, which pays at one bandwidth; a method that misses the target; a failed one."""
     found = [{"kind": "machine", "cpu": "Z80", "cores": 2}]
     found += [{"kind": "probed", "workers": 2, "bandwidth": "100mbit", "reached": 95e6}]
     for toolkit in plan.TOOLKITS:
@@ -575,7 +575,7 @@ def test_auto_has_a_line_for_each_bandwidth(rows):
         ("100mbit", ["100mbit"]),
         ("1gbit", ["1gbit"]),
     ]
-    assert [line["times"][line["trained_at"]]["time"] for line in autos] == [15.0, 5.0]  # measured, trials included
+    assert [line["times"][line["trained_at"]]["time"] for line in autos] == [15.0, 5.0]  # measured, with trials
     assert autos[0]["times"]["100mbit"]["x_time"] == pytest.approx(16 / 15)
     text = show.markdown([*rows, *more])
     assert "| auto at 1gbit | 0.9 | 60 |" in text
@@ -613,7 +613,7 @@ def test_tables_are_not_broken_in_80_columns(rows):
 
 def test_predictions_are_compared_with_measurements(rows):
     head = {**rows[2], "method": "auto", "trained_at": "1gbit", "clock": [1.0, 2.0, 3.0]}
-    predicted = {"none": 0.06, "topk": 0.2, "randomk": 0.1, "eden, bits=4": 0.1}  # the last was not trained alone
+    predicted = {"none": 0.06, "topk": 0.2, "randomk": 0.1, "eden, bits=4": 0.1}  # the last has no training of its own
     both = [{**head, "seed": 0, "predicted": predicted}, {**head, "seed": 1, "predicted": {**predicted, "topk": 0.4}}]
     (found,) = figures.predictions(show.lines([*rows, *both]))
     # Dense reached its quality after 40 steps of 0.05 s, topk after 60 of 0.09 s, randomk never.
@@ -625,7 +625,7 @@ def test_predictions_are_compared_with_measurements(rows):
         "topk": pytest.approx(5.4),
         "randomk": None,
     }
-    assert "rank correlation" not in show.markdown([*rows, *both])  # of one method
+    assert "rank correlation" not in show.markdown([*rows, *both])  # a single method has no rank correlation
     slow = [{**row, "trained_at": "100mbit"} for row in both]  # there topk takes 6 s instead of 16
     more = [{**row, "toolkit": "keras"} for row in (*both, *slow)]
     text = show.markdown([*rows, *both, *slow, *more])
@@ -662,7 +662,7 @@ def test_seeds_are_means_with_an_interval(rows):
     more = [{**row, "seed": seed, "curve": curve} for row in dense for seed, curve in enumerate(curves, 1)]
     found = show.lines([*rows, *more])[0]
     assert (found["seeds"], found["quality"]) == (3, pytest.approx(0.9))
-    assert found["to_target"] == 40  # where the mean is 0.83
+    assert found["to_target"] == 40  # the mean is 0.83 there
     worse = show.lines([*rows, *more, {**more[0], "seed": 3, "curve": [[20, 0.6], [40, 0.4], [60, 0.9]]}])[0]
     assert worse["to_target"] == 60
     assert show.lines([*rows, {**more[0], "curve": [[20, 0.9], [40, 0.9], [60, None]]}])[0]["to_target"] == 40
@@ -805,7 +805,7 @@ def test_a_cluster_gets_jobs_and_scripts(tmp_path):
     out = tmp_path / "results" / next(file.stem for file in (tmp_path / "jobs").glob("torch-*dense*"))
     out.mkdir(parents=True)
     job = dataclasses.replace(jobs[0], workers=2)
-    for rank in range(2):  # of fewer workers than were planned
+    for rank in range(2):  # fewer workers than planned
         lines = [json.dumps(event) for event in told(job, rank)]
         (out / f"{rank}.jsonl").write_text("\n".join(lines) + "\n")
     rows = cluster.collect(tmp_path)
@@ -838,7 +838,7 @@ TASK = Task(name="points", title="points", model="own_{toolkit}:line", metric="a
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """An installed package with a task, and with two that cannot be."""
+    """An installed package that offers a task and two invalid ones."""
     (tmp_path / "own_torch.py").write_text(OWN)
     (tmp_path / "own-1.dist-info").mkdir()
     entries = "[grace.bench.tasks]\nmine = own_torch:TASK\nodd = own_torch:Points\ngone = nowhere:TASK\n"
@@ -885,7 +885,7 @@ LOCAL = "diloco:sync_every=4,compressor=fp16"
 # -- real workers ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One task on both toolkits, a few steps of two workers; the command of each toolkit."""
+    """One task on both toolkits, a few steps with two workers, by each toolkit's command."""
     out = tmp_path_factory.mktemp("out")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -909,7 +909,7 @@ def test_real_workers_train_and_are_timed(trained):
     assert sent["torch", "dense"] == 4 * PARAMETERS["ncf"]
     assert sent["torch", "topk"] < 0.03 * sent["torch", "dense"]
     assert sent["keras", "fp16"] == pytest.approx(2 * PARAMETERS["ncf"], rel=0.01)  # small tensors stay float32
-    for toolkit in plan.TOOLKITS:  # once in four steps, in float16, with the sums beside it
+    for toolkit in plan.TOOLKITS:  # every fourth step sends float16
         assert sent[toolkit, LOCAL] == pytest.approx(2 * PARAMETERS["ncf"] / 4, rel=0.01)
     curves = [row["curve"] for row in rows if row["kind"] == "trained"]
     assert all([step for step, _ in curve] == [2, 4, 6, 8] for curve in curves)

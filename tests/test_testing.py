@@ -49,7 +49,7 @@ CARRIED = [TopK(compress_ratio=0.1), RandomK(compress_ratio=0.1), BlockInt(block
 
 
 def communicators_with_what_they_carry():
-    """Each with each on NumPy and PyTorch; on TensorFlow the laws take turns, and the rest is exhaustive."""
+    """All pairs on NumPy and PyTorch. On TensorFlow the pairs share the laws; the remaining checks are exhaustive."""
     for cls in registry.communicators.values():
         pairs = [each for each in CARRIED if not cls.reduce_scatters and carries(cls(), each)]
         for number, compressor in enumerate(pairs):
@@ -71,7 +71,7 @@ def test_communicators_hold_their_laws(check):
 # -- what breaks a law is caught -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Plain(Compressor):
-    """Sends everything: the base of what is broken below.
+    """Sends everything; base class of the broken methods below.
 
     Payload: float32[n].
     """
@@ -87,7 +87,7 @@ class Plain(Compressor):
 
 @dataclass(frozen=True)
 class NotFrozenValues(Plain):
-    """A field that cannot be compared."""
+    """Has a field whose values are never equal."""
 
     made: object = field(default_factory=object, init=False)
 
@@ -113,7 +113,7 @@ class LooksAtRank(Plain):
 
 @dataclass(frozen=True)
 class ChangesGradient(Plain):
-    """Writes into what it was given."""
+    """Writes into its input."""
 
     def compress(self, x, state, ctx):
         if ctx.xp.name == "numpy" and ctx.size:
@@ -123,7 +123,7 @@ class ChangesGradient(Plain):
 
 @dataclass(frozen=True)
 class GlobalNumbers(Plain):
-    """Draws from NumPy's global generator."""
+    """Uses NumPy's global generator."""
 
     def compress(self, x, state, ctx):
         np.random.standard_normal()  # noqa: NPY002
@@ -132,7 +132,7 @@ class GlobalNumbers(Plain):
 
 @dataclass(frozen=True)
 class NotLinear(Plain):
-    """Says that its payloads may be averaged, and squares them."""
+    """Declares that payloads may be averaged, but squares them."""
 
     traits = replace(Plain.traits, combine=Combine.MEAN)
 
@@ -142,7 +142,7 @@ class NotLinear(Plain):
 
 @dataclass(frozen=True)
 class WrongResidual(Plain):
-    """Keeps what it has sent."""
+    """Feeds back what it has sent, instead of the error."""
 
     def residual(self, x, payload, ctx):
         return x
@@ -150,7 +150,7 @@ class WrongResidual(Plain):
 
 @dataclass(frozen=True)
 class ForgetsInTime(WrongResidual):
-    """Sends a half and keeps nothing."""
+    """Sends a half and drops the rest."""
 
     traits = replace(Plain.traits, unbiased=False, memory="residual")
 
@@ -207,7 +207,7 @@ class Biased(Plain):
 
 @dataclass(frozen=True)
 class NotInPieces(Plain):
-    """Promises blocks, and has one statistic for all."""
+    """Declares a block size, but computes one statistic for all blocks."""
 
     traits = replace(Plain.traits, block_size=8)
 
@@ -218,7 +218,7 @@ class NotInPieces(Plain):
 
 @dataclass(frozen=True)
 class LosesNaN(Plain):
-    """Makes zeros of what is not finite."""
+    """Turns values that are not finite into zeros."""
 
     def compress(self, x, state, ctx):
         return (ctx.xp.where(ctx.xp.isfinite(x), x, 0.0),), state
@@ -245,7 +245,7 @@ class Shrinks(Plain):
 
 @dataclass(frozen=True)
 class Steers(Plain):
-    """Looks at the step in Python."""
+    """Branches on the step in Python, which a graph cannot trace."""
 
     def compress(self, x, state, ctx):
         return (x * float(int(ctx.step) % 2 + 1),), state
@@ -261,7 +261,7 @@ class WorkersDiffer(Plain):
 
 @dataclass(frozen=True)
 class HiddenState(Plain):
-    """Keeps a number outside of the state."""
+    """Keeps a number outside the state."""
 
     counts: list = field(default_factory=list, compare=False, repr=False)
 
@@ -272,14 +272,14 @@ class HiddenState(Plain):
 
 @dataclass(frozen=True)
 class AgreesAlone(Plain):
-    """Says that the workers agree, and asks nobody."""
+    """Declares that all workers agree on a payload, but does not communicate."""
 
     traits = replace(Plain.traits, combine=Combine.AGREED)
 
 
 @dataclass(frozen=True)
 class HidesInfinity(Plain):
-    """Says that NaN shows in its float32 arrays, but sends none."""
+    """Declares that its float32 arrays show NaN and infinity, but sends finite numbers."""
 
     traits = replace(Plain.traits, nonfinite_in_payload=True)
 
@@ -309,7 +309,7 @@ class Largest(Compressor):
 
 @dataclass(frozen=True)
 class LargestAnyLength(Largest):
-    """Checks the position alone."""
+    """Checks the position, but not the payload's length."""
 
     def decompress(self, payload, ctx):
         return ctx.xp.scatter(ctx.xp.zeros(ctx.size), placed(ctx.xp, payload[1], ctx.size)[:1], payload[0][:1])
@@ -394,7 +394,7 @@ def test_a_decoder_that_takes_position_minus_one_breaks_a_law(name):
 def test_an_error_inside_a_law_names_the_law_too():
     @dataclass(frozen=True)
     class Fails(Plain):
-        """Looks for what is not there."""
+        """Raises KeyError when it decodes."""
 
         def decompress(self, payload, ctx):
             raise KeyError("scale")
@@ -405,7 +405,7 @@ def test_an_error_inside_a_law_names_the_law_too():
 
 @dataclass(frozen=True)
 class Leaky(Memory):
-    """Feeds back a tenth of the first element only."""
+    """Feeds back a tenth of the first element, and nothing else."""
 
     feedback = True
 

@@ -111,7 +111,7 @@ def test_a_second_backward_on_top_of_means_is_refused(set_to_none):
     net(inputs(0)).square().sum().backward()
     with pytest.raises(RuntimeError, match="backward_passes_per_step"):
         net(inputs(1)).square().sum().backward()
-    # Without a step in between (as after an overflow), zero_grad makes it right.
+    # zero_grad without a step, as after an overflow, allows the next pass.
     net = network()
     grc, optimizer = distribute(net)
     for seed in range(3):
@@ -279,10 +279,10 @@ def test_a_trace_shows_what_overlaps(tmp_path):
     assert {event["cat"] for event in events} == {"backward", "compress", "communicate", "wait", "decompress"}
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
     backward = next(event for event in events if event["cat"] == "backward")
-    # The first bucket left before the backward pass was over.
+    # The first bucket was sent before the end of the backward pass.
     first = min(event["ts"] for event in events if event["cat"] == "communicate")
     assert first < backward["ts"] + backward["dur"]
-    # Three rounds: P, Q, and none is left.
+    # At least two buckets, with two rounds each: P and Q.
     assert len({event["name"] for event in events if event["cat"] == "communicate"}) >= 4
 
 
@@ -311,7 +311,7 @@ def passed(model, step):
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has Muon since 2.9")
 def test_muon_steps_along_what_the_exchange_returns():
-    """With ef21's top-k before Muon: as Muon alone, given the estimates G = G + top-k(g - G)."""
+    """With ef21's top-k, Muon steps as without GRACE if it gets the estimates G = G + top-k(g - G)."""
     models = [layers(), layers()]
     behind, alone = (torch.optim.Muon(model.parameters(), lr=0.05) for model in models)
     params = {"compressor": "topk", "compress_ratio": 0.2, "memory": "ef21", "min_numel": 0}

@@ -19,7 +19,7 @@ def found(transport, tmp_path_factory):
 
 
 def alike(found, key):
-    """The weights that both workers reached, to the bit, and those of the oracle."""
+    """Assert that both workers have the same bits; returns their weights, and the oracle's."""
     (mine, *_), (other, *_) = (worker[key] for worker in found)
     assert np.array_equal(mine, other), f"workers differ after {key}"
     return mine, found[0][key][1]

@@ -21,7 +21,7 @@ def found(transport, tmp_path_factory):
 
 
 def alike(found, key, part=0):
-    """The value that both workers found, to the bit."""
+    """Assert that both workers found the same bits; returns the value."""
     mine, other = (worker[key] for worker in found)
     mine, other = (x[part] if isinstance(x, tuple) else x for x in (mine, other))
     assert np.array_equal(mine, other), f"workers differ after {key}"

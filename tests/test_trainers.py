@@ -25,7 +25,7 @@ def test_a_trainer_learns_and_sends_less(tmp_path, trainer, prefix):
     accuracy, ratio = re.findall(r"test accuracy ([\d.]+), ratio ([\d.]+)", printed)[-1]
     assert 0.6 < float(accuracy) <= 1  # chance is 0.1
     assert float(ratio) > 25
-    # Every step went through the hook, with all parameters, under the model's names.
+    # Every step used the hook, with all parameters and the model's names.
     assert f"worker 0 of 2 | {EPOCHS * STEPS} steps" in printed
     assert f"dense {4 * PARAMETERS:,} |" in printed
     assert re.search(rf"^{re.escape(prefix)}6\.weight +256x1024 +powersgd", printed, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Traits: cached beside the hyper-parameters and no part of them. Former attributes of methods still work."""
+"""Traits are cached, but are no hyper-parameters. Former attributes of methods still work."""
 
 import copy
 import pickle
@@ -151,7 +151,7 @@ def test_a_method_with_former_attributes_is_carried_out_as_before():
 
     made, _ = declared(Compressor, compress=compress, decompress=decompress, block=property(lambda self: 8))
     gradients = [{"w": np.full(4096, worker, np.float32)} for worker in range(4)]
-    out = simulate({"compressor": made(), "communicator": "twostage"}, gradients)  # which needs blocks
+    out = simulate({"compressor": made(), "communicator": "twostage"}, gradients)  # twostage needs blocks
     assert np.array_equal(out.means[3]["w"], np.full(4096, 1.5, np.float32))
     assert out.report.method == "Mine + residual + twostage"
 

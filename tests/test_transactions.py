@@ -179,7 +179,7 @@ def test_a_pickled_grace_has_the_settings(params):
 
 
 def test_watches_see_a_step_in_the_order_in_which_they_were_made(monkeypatch):
-    # Two Graces of one FSDP2 model each send a message after a step: in another order on each worker, all would wait.
+    # Two Graces of one FSDP2 model each send a message after a step. All workers must use one order, or they hang.
     torch = pytest.importorskip("torch")
     from grace.torch.watch import Watch
 

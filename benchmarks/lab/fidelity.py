@@ -66,7 +66,7 @@ def network(depth: int = DEPTH) -> nn.Sequential:
 
 
 class Bench:
-    """What all measurements share: the transport, the inputs and the loss."""
+    """The transport, the inputs and the loss, which all measurements share."""
 
     def __init__(self, carrier: Transport):
         self.carrier = carrier

@@ -18,7 +18,7 @@ __all__ = ["Backend", "Toolkit", "backend_of", "get_backend", "toolkits"]
 
 
 class Toolkit(NamedTuple):
-    """How to find the backends of a toolkit, which is not imported before ``build`` is called."""
+    """How to find the backends of a toolkit. The toolkit is not imported before ``build`` is called."""
 
     name: str
     build: Callable[[str], Backend]
@@ -77,7 +77,7 @@ def backend_of(array: Any) -> Backend:
 
 
 def _find(fits: Callable[[Toolkit], bool]) -> Toolkit | None:
-    # Loads what other packages offer only if GRACE's own toolkits do not fit.
+    # Load other packages' toolkits only if none of GRACE's own fits.
     return next(filter(fits, BUILT_IN), None) or next(filter(fits, toolkits()), None)
 
 

@@ -24,7 +24,7 @@ from grace.core.dtypes import ITEMSIZE
 
 Array = Any
 PIECE = 2**19
-"""Number of elements per chunk: the chunk and a few temporaries fit a core's cache; smaller ones cost more calls."""
+"""Number of elements per chunk: small enough for a chunk and a few temporaries to fit into a core's cache."""
 
 HOSTED = 2**14
 """Minimum number of elements for passing an array to NumPy's kernels on the same host."""
@@ -90,7 +90,7 @@ class ArrayFunctions(ABC):
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...
 
     def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
-        """Split a vector into consecutive ones of these sizes, which add up to its own."""
+        """Split a vector into consecutive vectors of these sizes, which add up to its size."""
         ends = list(accumulate(sizes, initial=0))
         return [x[start:stop] for start, stop in pairwise(ends)]
 
@@ -116,7 +116,7 @@ class ArrayFunctions(ABC):
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
     def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
-        """``where(ok, x, other())``; skips other() if it is not needed, unless finding out requires a wait."""
+        """``where(ok, x, other())``; skips other() if ok is known, without waiting for a device, to be all true."""
         return self.where(ok, x, other())
 
     @abstractmethod
@@ -301,7 +301,7 @@ class ArrayFunctions(ABC):
 
 
 class Backend(ArrayFunctions):
-    """One toolkit on one device: the array functions, and what the engine asks of a toolkit."""
+    """One toolkit on one device: the array functions, and the functions that the engine needs."""
 
     name: str
     on_host: bool = True

@@ -46,14 +46,14 @@ class Buffers:
         raise TypeError(f"arrays of {self._xp.name} cannot be written to")
 
     def copies(self, arrays: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """A new vector of the values of float32 arrays, one after the other, and its `parts`."""
+        """A new vector with the values of these float32 arrays, one after the other, and its `parts`."""
         whole = self.empty(self._elements(arrays))
         parts = self.parts(whole, arrays)
         self.write_all(parts, arrays)
         return whole, parts
 
     def joined(self, arrays: Sequence[Array]) -> Array:
-        """The vector of `copies`, also of immutable arrays."""
+        """The vector that `copies` returns; also for immutable arrays."""
         xp = self._xp
         return self.copies(arrays)[0] if xp.mutable else xp.concat([xp.reshape(array, (-1,)) for array in arrays])
 
@@ -95,7 +95,7 @@ class Buffers:
         return False
 
     def fetch(self, x: Array) -> Callable[[], Any]:
-        """Begin to copy an array to the host; returns a function that waits for it alone: the array, in NumPy."""
+        """Begin to copy an array to the host; returns a function that waits for this copy and returns it, in NumPy."""
         return lambda: self._xp.to_numpy(x)
 
     def to_bytes(self, x: Array) -> Array:

@@ -27,7 +27,7 @@ class Linalg(ABC):
         """Return x[n, m] with a x = b, for an invertible a[n, n] and b[n, m]."""
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        """[m, n] -> each row divided by its largest magnitude (by 1 if that is 0), and bool[m, 1]: is that above 0."""
+        """[m, n] -> rows divided by their largest magnitudes (by 1 for 0), and bool[m, 1]: whether those exceed 0."""
         xp = self._xp
         largest = xp.reshape(xp.max_abs(x), (-1, 1))
         return x / xp.where(largest == 0, 1.0, largest), largest > 0

@@ -21,7 +21,7 @@ from grace.core.rng import MASK32, noise_offset, noise_rows
 from grace.kernels.host import host_kernels, settled
 
 NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
-"""The name of each dtype: NumPy builds it on each access, which is slower than a lookup."""
+"""The name of each dtype. A lookup is faster than NumPy, which builds the name on each access."""
 
 
 class NumpyBuffers(Buffers):

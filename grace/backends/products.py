@@ -9,8 +9,8 @@ import numpy as np
 
 Array = Any
 FEW = 2**17
-"""Number of elements per group of rows: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies small matrices
-two to three times as fast as OpenBLAS or MKL multiply large ones.
+"""Number of elements per group of rows. A group fits into a core's own cache. On AVX-512, OpenBLAS multiplies small
+matrices two to three times as fast as OpenBLAS or MKL multiply large ones.
 """
 
 
@@ -31,7 +31,7 @@ def left_factor(matrix: Array, q: Array) -> Array:
 
 
 def right_factor(p: Array, matrix: Array) -> Array:
-    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; in groups of rows, large enough to amortise their summation."""
+    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; in groups of rows, large enough to amortise adding up their products."""
     q = np.zeros((p.shape[1], matrix.shape[1]), np.float32)
     for rows in _rows(matrix.shape[0], matrix.shape[1], least=4 * p.shape[1]):
         q += p[rows].T @ matrix[rows]

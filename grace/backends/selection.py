@@ -11,7 +11,7 @@ from grace.core.rng import MASK32
 
 Array = Any
 FEW_RANKS = 8
-"""Number of ranks from which sorting is as fast as partitioning."""
+"""Minimum number of ranks for which sorting is as fast as partitioning."""
 
 
 def excess(x: Array, bound: float) -> tuple[float, float, float]:
@@ -37,7 +37,7 @@ def excess(x: Array, bound: float) -> tuple[float, float, float]:
 
 
 def beyond(x: Array, bound: float) -> Array:
-    """Return int32[K], positions where |x| is not at or below a bound; in cache-sized chunks."""
+    """Return int32[K], positions where |x| exceeds a bound or is NaN; in cache-sized chunks."""
     magnitude, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
     found = [np.zeros(0, np.int32)]
     for start in range(0, len(x), PIECE):
@@ -81,7 +81,7 @@ def smallest(words: Array, k: int) -> Array:
     n, words = len(words), words.view(np.uint32)
     if k >= n or k == 0:
         return np.arange(min(k, n), dtype=np.int32)
-    # With high probability slightly more than k lie below this bound; the exact selection is among them.
+    # With high probability, slightly more than k numbers lie below this bound; the exact selection is made among them.
     bound = np.uint32(min((k + 6 * k**0.5 + 16) / n, 1.0) * MASK32)
     places = np.concatenate(
         [np.flatnonzero(words[start : start + PIECE] <= bound) + start for start in range(0, n, PIECE)]
@@ -114,14 +114,14 @@ def largest_in_rows(x: Array, k: int) -> Array:
 
 
 def largest_magnitudes(x: Array, k: int) -> Array:
-    """Return int32[k], ascending positions of the k largest |x|; NaN is infinite, ties go to the first. 0 < k < len(x).
+    """Return int32[k], ascending positions of the k largest |x|. 0 < k < len(x). NaN counts as infinity.
 
-    A bound from a sample leaves few candidates, from which the exact selection is made. No array of x's size is
-    allocated.
-    A wrong bound is discarded, so the result is exact for any sample.
+    Of equal magnitudes, the first are taken. A bound from a sample leaves few candidates, from which the exact
+    selection is made without allocating an array of x's size. A wrong bound is discarded, so the result is exact for
+    any sample.
     """
     n = len(x)
-    sample = np.abs(x[:: n // 65536 | 1])  # odd: a stride that divides the row length would sample only a few columns
+    sample = np.abs(x[:: n // 65536 | 1])  # an odd stride: one that divides the row length would sample few columns
     sample[np.isnan(sample)] = np.inf
     want = k / n * len(sample)
     rank = min(len(sample), int(want + 4 * want**0.5) + 1)

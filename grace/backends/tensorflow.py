@@ -53,7 +53,7 @@ class TensorflowRandom(Random):
     def keys(self, stem: int, step: Any, worker: Any) -> tuple[Any, Any]:
         if kernels := self._xp.kernels:
             return kernels.keys(stem, step, worker)
-        # In uint32, whose products wrap: a fifth of the operations of 64-bit arithmetic.
+        # Use uint32, whose products wrap: it takes a fifth of the operations of 64-bit arithmetic.
         h = _word(stem)
         for value in (step, worker):
             h = _mix(h + _mix(_word(value)))
@@ -135,7 +135,7 @@ class TensorflowBackend(Backend):
         return tf.unstack(x)
 
     def reshape(self, x: Array, shape: Any) -> Array:
-        # Operations that change nothing would be most of a large exchange's graph.
+        # Skip reshapes that change nothing: they would make up most of the graph of a large exchange.
         fixed = isinstance(shape, tuple) and len(shape) == x.shape.rank and all(type(size) is int for size in shape)
         return x if fixed and shape in ((-1,), tuple(x.shape)) else tf.reshape(x, shape)
 
@@ -365,7 +365,7 @@ class VariableCell:
     """A cell that a traced function reads and writes at run time."""
 
     def __init__(self, value: Array):
-        # Not by tf.Variable: a tf.function whose first trace makes one, such as Keras's, traces all of its body twice.
+        # Not tf.Variable: a tf.function that creates one in its first trace, such as Keras's, is traced twice.
         dtype = tf.int64 if isinstance(value, int) else None
         self.variable = ResourceVariable(value, trainable=False, dtype=dtype)
 

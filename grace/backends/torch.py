@@ -21,7 +21,7 @@ from grace.kernels.host import host_kernels, settled
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MANY = 4
-"""Number of threads from which PyTorch computes low-rank products; below, NumPy does, with one thread."""
+"""Minimum number of threads for computing low-rank products in PyTorch; with fewer, NumPy does it, in one thread."""
 
 
 class TorchInPlace(InPlace):
@@ -55,7 +55,7 @@ class TorchLinalg(Linalg):
     """PyTorch linear algebra; kernels or NumPy for products on the host."""
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        if not self._xp.on_host:  # few operations: each is a kernel launch for a few numbers
+        if not self._xp.on_host:  # few operations, because each one is a kernel launch for a few numbers
             largest = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True)
             return x / (largest + (largest == 0)), largest > 0
         rows, alive = products.unit_rows(x.numpy())
@@ -64,8 +64,8 @@ class TorchLinalg(Linalg):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
-    # On the host, without kernels and with few threads, NumPy computes low-rank products. It computes the product of
-    # the mean with any number of threads: workers with different numbers must get the same bits.
+    # On the host, without kernels and with few threads, NumPy computes low-rank products. For the mean (product_into),
+    # NumPy is used with any number of threads, because workers with different numbers must get the same bits.
     def left_factor(self, matrix: Array, q: Array) -> Array:
         if self._xp.host_kernels:
             return self._xp.host_kernels.arrays.left_factor(matrix, q)
@@ -104,7 +104,7 @@ class TorchLinalg(Linalg):
         return values.flip(0), vectors.flip(1)
 
     def solve(self, a: Array, b: Array) -> Array:
-        # On a device `solve` would wait to see whether a matrix is singular.
+        # On a device, `solve` would wait for the check whether the matrix is singular.
         return torch.linalg.solve(a, b) if self._xp.on_host else torch.linalg.solve_ex(a, b)[0]
 
     @property
@@ -118,7 +118,7 @@ class TorchLinalg(Linalg):
 
 
 PINNED = 2**16
-"""Bytes up to which an array from the host goes to a CUDA device through pinned memory."""
+"""Maximum size in bytes of host arrays that are copied to a CUDA device through pinned memory."""
 
 
 class TorchBackend(Backend):
@@ -359,7 +359,7 @@ class TorchBackend(Backend):
             above = np.flatnonzero(values > bound)
             ties = np.flatnonzero(values == bound)[: k - len(above)]
             return torch.from_numpy(np.sort(np.concatenate([above, ties])).astype(np.int32))
-        # Without waiting for the device: the k-th largest, then ties from the front.
+        # To avoid waiting for the device, take the elements above the k-th largest, then ties from the front.
         bound = torch.topk(x, k, sorted=False).values.min()
         above, ties = x > bound, x == bound
         chosen = above | (ties & (torch.cumsum(ties, 0) <= k - above.sum()))

@@ -40,8 +40,8 @@ def _octets(size: int) -> Any:
 class Pool:
     """Host memory that is reused as soon as no reference to it remains.
 
-    The C library returns a large array to the system immediately, and fresh pages cost several times the work done on
-    them. An array's reference count tells whether it is free, so there is no explicit release.
+    The C library returns large arrays to the system immediately, and fresh pages cost several times as much time as the
+    work done on them. An array's reference count tells whether it is free, so there is no explicit release.
     """
 
     SMALL = 2**17  # bytes: smaller arrays are cached by the C library

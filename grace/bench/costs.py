@@ -86,7 +86,7 @@ def product(side: int = 256) -> Callable[[], None]:
 
 
 def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
-    """Measure how many times as long a compressor takes in a thread while this thread runs ``work``; at least 1.
+    """Measure the factor by which a compressor in another thread is slower while this thread runs ``work``; at least 1.
 
     The result is the pool's factor for `grace.planner.costs.Codec.offloaded` if device and pool are the same CPU.
     """
@@ -131,8 +131,8 @@ def _mean(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: int) -> tuple[float, float]:
-    # Returns median seconds of this worker's thread: those until a tensor's first message was sent, and those after
-    # that, without the time of waiting.
+    # Returns median seconds of this worker's thread: until a tensor's first message has been sent, and from then on,
+    # without waiting.
     import numpy as np
 
     from grace.bench.plan import SCALE
@@ -163,7 +163,7 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
 def _scaled(
     codec: Codec, sizes: Sequence[int], found: Sequence[tuple[float, float]], message: Rate, workers: int, source: str
 ) -> Codec:
-    # Returns the codec with measured seconds. How decoding depends on the number of payloads is unchanged.
+    # Returns the codec with measured seconds. The ratio of times to decode one payload or several is unchanged.
     count = 1 if _summed(codec) else workers
     encode, decode, piece = [], [], []
     for size, (before, after) in zip(sizes, found, strict=True):

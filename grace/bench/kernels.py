@@ -103,7 +103,7 @@ def _configuration(
     progress: Progress,
 ) -> None:
     known = {case.label: case for case in cases}
-    # Start with the case that was slowest at another size: if it is given up, little has to be repeated.
+    # Start with the case that was slowest at another size: if it is abandoned, little has to be repeated.
     mine = [r for r in results.records if r["backend"] == config.backend and r["encode"]]
     seen = {r["label"]: -r["encode"]["us"] / r["elements"] for r in mine}
     left, batch = sorted((case.label for case in cases), key=lambda label: seen.get(label, 0.0)), 0
@@ -139,7 +139,7 @@ def _configuration(
             results.omit(at, str(end), config)
             if end.slow:
                 hopeless[(at, *_kind(config))] = f"{end} (seen before, not tried again)"
-            left.remove(at)  # measure the other cases again, together
+            left.remove(at)  # then measure the other cases again, in a new process
             continue
         for label, reason, mode in omitted:
             results.omit(label, reason, config, mode)
@@ -216,7 +216,7 @@ def multiple(record: Mapping[str, Any], operation: str) -> float:
 
 
 def share_of_copy(record: Mapping[str, Any], operation: str) -> float | None:
-    """The rate of encode or decode as a share of memcpy's: the bytes that it has to read and write, by its time.
+    """The rate of encode or decode (bytes to read and write, over the time) as a share of memcpy's rate.
 
     Encode reads the gradient and the state, and writes the payload and the state; decode reads the payloads of all
     workers, and writes the mean. None if it was not measured.

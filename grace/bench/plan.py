@@ -16,7 +16,7 @@ from grace.engine.codecs import TensorCodec
 from grace.factory import grace_from_params
 from grace.planner import models
 
-UNSHAPED = "unshaped"  # the rate of links as they are
+UNSHAPED = "unshaped"  # links without a limit on their rate
 WORKERS = 4  # number of payloads to decode
 SCALE = 1e-3  # scale of the Laplace distribution of the gradients
 SEVERAL = 4  # number of different gradients, so that error feedback sees new ones
@@ -81,7 +81,7 @@ class Limits:
     budget: float = 6.0
     """Seconds per case and configuration."""
     call: float = 60.0
-    """Seconds after which a single call is given up, with its process."""
+    """Seconds after which a call is abandoned and its process is ended."""
 
     def rounds_of(self, config: Config) -> int:
         """The number of rounds, if the budget allows: more for small tensors."""

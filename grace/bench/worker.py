@@ -178,7 +178,7 @@ def prepared(
     if case.source == "torch":
         groups = groups[2:]
     if case.source == "upstream":
-        groups[0] = groups[0][:1]  # its memory commits by itself
+        groups[0] = groups[0][:1]  # upstream updates its memory inside encode
     if case.source != "torch" and bench.config.tensors == "flat":
         groups = groups[:2]
     clocks = [Clock(subject, operations, bench.wait, mode == "graph", bench.events) for operations in groups]

@@ -162,13 +162,13 @@ def advise(
 
 
 def _usual(costs: Path | None) -> list[str]:
-    # The recommended methods; of a device, those whose costs are stored.
+    # Returns the recommended methods; for a device with stored costs, those that have costs.
     stored = None if str(costs) not in measured.devices() else [each.params for each in measured.costs(str(costs))]
     return [measured.label(each) for each in measured.RECOMMENDED if stored is None or each in stored]
 
 
 def _elsewhere(found: Profile, there: Cluster, codecs: Sequence[Codec], bucket_mb: float) -> Sequence[adviser.Verdict]:
-    # Verdicts on these methods with the stored costs of DEVICE, as far as there are any.
+    # Returns verdicts on these methods on DEVICE, omitting methods without stored costs.
     asked = [each.params for each in codecs]
     stored = [each for each in measured.costs(DEVICE) if each.params in asked]
     methods = [adviser.candidate(measured.label(each.params), each) for each in stored]

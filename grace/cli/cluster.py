@@ -32,7 +32,7 @@ class Worker:
     python: str
     torch: str
     promised: dict[str, int] = field(default_factory=dict)
-    """The numbers of workers that this worker's variables name."""
+    """The numbers of workers that this worker's environment variables state."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def compared(workers: list[Worker]) -> list[str]:
-    """What would disturb a training: differences between workers, and workers that did not come."""
+    """What would disturb a training: differences between workers, and workers that did not join."""
     problems = [
         f"{worker.size} of {count} workers came: {name}={count} on worker {worker.rank}"
         for worker in workers

@@ -156,8 +156,8 @@ def allocator(environ: Mapping[str, str], libc: tuple[str, str], huge_pages: str
     """Judge the settings that determine the cost of a fresh 100 MB array on a CPU.
 
     glibc returns a freed array of this size to the system, so the next one costs one page fault per 4 KB again: several
-    times the arithmetic. Transparent huge pages fix that reliably. Thresholds alone usually do, but an occasional run
-    trims and grows the heap at every step and is slower than without any setting.
+    times the arithmetic. Transparent huge pages fix that reliably. Thresholds alone usually suffice, but some runs trim
+    and grow the heap at every step and are slower than without any setting.
     """
     tunables = dict(part.partition("=")[::2] for part in environ.get("GLIBC_TUNABLES", "").split(":"))
     if re.search("jemalloc|tcmalloc|mimalloc", environ.get("LD_PRELOAD", "")):

@@ -256,7 +256,7 @@ Records = Annotated[
 def earlier(
     context: typer.Context, as_json: bool, output: Path | None, words: list[str]
 ) -> tuple[bool, Path | None, list[str]]:
-    """Read ``--json FILE``, the former form of --output, with a notice; returns the options as they are meant."""
+    """Read ``--json FILE``, the former form of --output, with a notice; returns the options in their current form."""
     files = [word for word in words if word.endswith(".json")]
     if not as_json or output is not None or len(files) != 1:
         return as_json, output, words

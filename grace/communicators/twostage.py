@@ -43,7 +43,7 @@ class TwoStage(Communicator):
             raise ValueError(reason)
 
     def refusal(self, method: Method) -> str:
-        """The reason why this communicator cannot carry a method; empty if it can."""
+        """The reason why this communicator does not support a method; empty if it does."""
         memory, other = method.memory, "communicator 'allgather', or memory 'residual'"
         if type(memory).after_mean is Memory.after_mean or (
             memory.second_stage is not None and cuttable(method.compressor)
@@ -111,7 +111,7 @@ class TwoStage(Communicator):
                 for owner, part in sent.items()
             ]
         else:
-            # Coded positions of some shards have fewer arrays, so pad with empty arrays of the last dtype.
+            # Encoded positions of some shards have fewer arrays, so pad with empty arrays of the last dtype.
             most = max(map(len, payloads))
             full = [sent.get(worker, nothing) for worker in range(ctx.world_size)]
             shapes = tuple((*map(xp.shape, part), *[(0,)] * (most - len(part))) for part in full)

@@ -12,7 +12,7 @@ from grace.core.rng import NOISE, Rng
 from grace.ops.validate import fitting
 
 STRIDE = 7919
-"""Distance between the positions, in the table of spare directions, at which two successive steps begin."""
+"""Distance between the starting positions of two successive steps in the table of spare directions."""
 
 
 @cache
@@ -46,7 +46,7 @@ class Factored(Compressor):
         return ctx.xp.reshape(ctx.shared_rng(label).normal(r * count), (r, count))
 
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
-        """The rows at unit scale; a random row replaces each zero row, which would stay zero forever."""
+        """Return rows at unit scale; a random row replaces each zero row, which would stay zero forever."""
         scaled, alive = ctx.xp.linalg.unit_rows(rows)
         return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
 

@@ -20,7 +20,7 @@ STEP, STEPS = 1.03, 32
 """Candidate thresholds are the sample's estimate times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
 FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
 MISS = [1e-3 * (len(FACTORS) - j) for j in range(len(FACTORS))]
-"""Penalty added to the distance of a candidate's count to k, so that of equal distances the highest threshold wins."""
+"""Penalty added to the distance between a candidate's count and k, so that among ties the highest threshold wins."""
 SMALL = 100
 """Up to this size a tensor is too small for estimates: the largest elements are selected exactly."""
 
@@ -76,8 +76,8 @@ class Chunk(Largest):
         return xp.concat(found) if found else xp.zeros(0, "int32")
 
     def _parts(self, n: int, k: int) -> list[tuple[int, int, int, int]]:
-        # (start, chunks, elements per chunk, selected per chunk) of three groups: chunks that select one more element,
-        # the other chunks, and the short last chunk. No chunk is skipped, since it may hold a non-finite element.
+        # Returns (start, chunks, elements per chunk, selected per chunk) of three groups: chunks that select one more
+        # element, the other chunks, and the short last chunk. No chunk is skipped: it may hold a non-finite element.
         size = max(CHUNK, -(-n // k)) if k else CHUNK
         full, rest = divmod(n, size)
         last = max(1, k * rest // n) if rest else 0
@@ -91,7 +91,7 @@ class Sampled(Largest):
     """Selects elements above a threshold estimated from a sample (as method `dgc`): at most 1.3 k, no zeros."""
 
     likely: ClassVar[int] = STEPS - 12
-    """Index of a candidate, 0.70 times the sample's estimate, that usually slightly more than 1.3 k elements exceed."""
+    """Index of the candidate 0.70 times the sample's estimate; usually slightly more than 1.3 k elements exceed it."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size

@@ -183,7 +183,7 @@ def beyond(xp: Any, x: Array, threshold: Array) -> Array:
 
 
 def signed(xp: Any, positions: Array, negative: Array) -> Array:
-    """Return int32[K], positions that also carry a sign: -1 - position where ``negative``."""
+    """Return int32[K], positions that also encode a sign: -1 - position where ``negative``."""
     return xp.where(negative, -1 - positions, positions)
 
 

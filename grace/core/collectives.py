@@ -1,7 +1,7 @@
 """Collective requests, as data.
 
 A method or communicator yields a collective, or a tuple of collectives that share one message, and is resumed with the
-result, or a tuple of results. Transports carry collectives out.
+result, or a tuple of results. Transports execute collectives.
 
 ``group`` names the participants: "world", all workers; "node", the workers of this machine; "cross", the workers with
 the same local rank on every machine. Ranks and sizes are relative to the group.

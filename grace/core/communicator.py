@@ -21,14 +21,14 @@ class Communicator(ABC):
     """Minimum number of consecutive messages that `reduce` sends, not counting those that the method requests."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Raise ValueError, naming the remedy, for a method that this communicator cannot carry."""
+        """Raise ValueError, naming the remedy, for a method that this communicator does not support."""
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
         """Return the communicator to use, with all settings that depend on the method and the workers."""
         return self
 
     def choice(self, method: Method, transport: Transport) -> str:
-        """The reason why `resolve` chooses another communicator, for the report; empty if it chooses none."""
+        """The reason why `resolve` returns another communicator, for the report; empty if it returns this one."""
         return ""
 
     def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing

@@ -107,7 +107,7 @@ class Compressor(ABC):
 
         def __getattr__(self, name: str) -> Any:
             if name not in FORMER or hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # raises the error again
+                return object.__getattribute__(self, name)  # raises AttributeError again
             warnings.warn(f"{name} is now traits.{FORMER[name]}", DeprecationWarning, stacklevel=2)
             return getattr(self.traits, FORMER[name])
 

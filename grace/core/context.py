@@ -34,9 +34,9 @@ class Context:
     wire: str = "float32"
     """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
     _draws: dict[Any, Array] | None = field(default=None, repr=False, compare=False)
-    """What `once` has drawn in this step; None: draw on each call."""
+    """The cache of `once` for this step; None: no cache."""
     _workers: range | None = None
-    """The ranks of the workers that exchange the tensor, if these are not all; ``rank`` is then a place among them."""
+    """The ranks of the workers that exchange the tensor; None: all. If set, ``rank`` is an index into it."""
 
     @property
     def size(self) -> int:
@@ -52,9 +52,9 @@ class Context:
         return Rng(self.xp, self.seed, label, self.name, self.step, 0, self.offset)
 
     def once(self, label: Any, draw: Callable[[], Array]) -> Array:
-        """Return ``draw()``. If the engine keeps what a step draws, only the first call of a step draws.
+        """Return ``draw()``. If the engine caches the draws of a step, only the first call of a step draws.
 
-        For numbers that encoding and decoding both draw. ``label`` must be unique among a tensor's draws in a step.
+        For random numbers that encoding and decoding share. ``label`` must be unique among a tensor's draws in a step.
         """
         if self._draws is None or self.xp.traced:  # a traced array is valid only in its own part of the graph
             return draw()

@@ -8,7 +8,7 @@ from typing import Any
 def checked(key: str, value: Any, default: Any) -> Any:
     """Return the value of field ``key`` if it has the type of its default; else raise ValueError.
 
-    A float field also accepts ints, but no bool except False where the default is 0.
+    A float field also accepts ints, but no bools, except False if its default is 0.
     """
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
     allowed = kinds.get(type(default))

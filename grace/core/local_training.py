@@ -27,7 +27,7 @@ class Settings:
     parameter names of each fragment.
     """
     fragment_sync_delay: int = 0
-    """Inner steps between the start of an exchange and its landing."""
+    """Inner steps between the start of an exchange and its landing, when its result is applied."""
     fragment_update_alpha: float = 0.0
     """Weight of a worker's own parameters in its new ones at a landing. 0: parameters become the base."""
 

@@ -85,7 +85,7 @@ class Method:
         return type(self)(other.compressor, other.memory)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:
-        """Return the mean, float32[n], of all workers' payloads, in rank order, or of the one that they ``agreed`` on.
+        """Return the mean, float32[n], of all workers' payloads in rank order; if ``agreed``, of their common payload.
 
         An engine may return an `Undecoded` mean.
         """

@@ -15,7 +15,7 @@ from grace.core.method import Method
 Level = Mapping[str, Any]
 """A level: compressor fields and their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor unchanged."""
 MAIN = ("compress_ratio", "compress_rank", "bits", "quantum_num", "chunk_k")
-"""Fields that a bare number sets when it is given as a level; the first one present wins."""
+"""Fields that a level may set by a bare number: it sets the first of them that the compressor has."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Policy(ABC):
         return tuple((replace(method, compressor=compressor), communicator) for compressor in compressors)
 
     def watches(self, epoch: int, decision: Decision) -> bool:
-        """Whether to record the norms of this epoch's summed gradients; epochs count from 0."""
+        """Return whether to record the norms of this epoch's summed gradients; epochs count from 0."""
         return False
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Policy(ABC):
 
 
 def number(value: Any) -> bool:
-    """Whether a JSON value is a number."""
+    """Return whether a JSON value is a number."""
     return type(value) in (int, float)
 
 

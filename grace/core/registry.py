@@ -55,7 +55,7 @@ class Registry(Mapping[str, type]):
             package = importlib.import_module(self._package)
             for module in pkgutil.walk_packages(package.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
-            offered(self._package, self.kind)  # each registers its classes
+            offered(self._package, self.kind)  # imports modules that register their classes
 
     def __getitem__(self, name: str) -> type:
         self._load()
@@ -93,7 +93,7 @@ REGISTRIES: dict[type, Registry] = {
 
 
 def offered(group: str, kind: str, cls: type = object) -> list[Any]:
-    """Load the entry points of a group from installed packages; warns of those that fail or are no ``cls``."""
+    """Load the entry points of a group from installed packages; warn about those that fail or are not a ``cls``."""
     found = []
     for entry in entry_points(group=group):
         try:
@@ -166,7 +166,7 @@ def three(rest: dict[str, Any]) -> tuple[Compressor, Memory, Communicator]:
 
 
 def usual_communicator(compressor: Compressor) -> str:
-    """The communicator that carries a compressor's payloads in one round."""
+    """The communicator that exchanges a compressor's payloads in one round."""
     return "allgather" if compressor.traits.combine is Combine.GATHER else "allreduce"
 
 

@@ -148,9 +148,9 @@ class Rng:
 
         Element j is 2**-17 plus a fraction of 16 bits: the upper half of word j mod 2**16 of a table that all tensors
         of a step share, plus that of word j // 2**16 of this stream, modulo 1. Any two elements are independent, so
-        rounding errors add up as those of independent numbers do. In a sum with a float32 of magnitude below 2**7,
-        float rounding reaches the next integer only from within 2**-25 below 1. Probabilities are exact up to about
-        2**-17, and so is the expectation of floor(x + noise).
+        rounding errors accumulate like those of independent numbers. If noise is added to a float32 of magnitude below
+        2**7, float rounding lifts the sum to an integer only from within 2**-25 below it. Probabilities are exact up to
+        about 2**-17, and so is the expectation of floor(x + noise).
         """
         return self._xp.random.noise(self.table, self.keys, self.offset, n)
 

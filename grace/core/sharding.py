@@ -102,18 +102,18 @@ def template(
 
 
 def in_chunks(compressor: Compressor, ctx: Context) -> bool:
-    """Whether a tensor is compressed chunk by chunk."""
+    """Return whether a tensor is compressed chunk by chunk."""
     return 0 < ctx.xp.piece < ctx.size and divisible(compressor)
 
 
 def cuttable(compressor: Compressor) -> bool:
-    """Whether a tensor's payload can be cut into its shards' payloads."""
+    """Return whether a tensor's payload can be cut into its shards' payloads."""
     return compressor.traits.block_size is not None and not compressor.traits.variable_length
 
 
 @cache
 def divisible(compressor: Compressor) -> bool:
-    """Whether chunks can be compressed independently: the method is stateless and requests no collectives."""
+    """Return whether chunks can be compressed independently: the method is stateless and requests no collectives."""
     return (
         cuttable(compressor)
         and compressor.traits.combine is Combine.GATHER

@@ -1,4 +1,4 @@
-"""The abstract transport: carries collectives out."""
+"""The abstract transport, which executes collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grace.core.collectives import Collective
 
 
 class Transport(ABC):
-    """Carries out collectives. All workers must make the same calls in the same order."""
+    """Executes collectives. All workers must make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -43,7 +43,7 @@ class Transport(ABC):
         return 600.0
 
     def told(self, name: str) -> str:
-        """A message and its tensors, for errors."""
+        """The text that names a message and its tensors in errors."""
         contents = self.contents(name)
         return f"{name!r} ({contents})" if contents else repr(name)
 
@@ -71,7 +71,7 @@ class Transport(ABC):
         return self.rank
 
     def bind(self, xp: Any) -> Transport:
-        """The transport for arrays of this backend; raises if it cannot carry them."""
+        """The transport for arrays of this backend; raises if it does not support them."""
         return self
 
     @abstractmethod

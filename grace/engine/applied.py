@@ -1,14 +1,14 @@
-"""The rule by which all integrations decide whether an exchange was applied, and the windows that it decides.
+"""The rule by which all integrations decide whether the means of an exchange were applied to the parameters.
 
 1. A parameter's means are applied if an optimizer that holds the parameter steps while they are its gradient, and the
    step changes a parameter or the optimizer's state. Clamping, decay or averaging by hand is no step. A step of one
    optimizer says nothing about another's parameters.
 2. If no optimizer has stepped a parameter yet, its means are applied when its weights are written, or when an
    optimizer over copies of it steps.
-3. Means that are removed, zeroed or replaced before that are discarded, as if the exchange had not happened. A
-   backward pass that adds to undecided means shares their fate.
-4. Means whose fate cannot be known count as applied, and a warning says so once. `Grace.commit`, `Grace.discard` and
-   `no_sync` decide explicitly.
+3. Means that are removed, zeroed or replaced before they are applied are discarded, as if the exchange had not
+   happened. A backward pass that adds to undecided means is decided together with them.
+4. If it cannot be known whether means are applied, they count as applied, and a warning says so once.
+   `Grace.commit`, `Grace.discard` and `no_sync` decide explicitly.
 
 This module knows no toolkit: the integrations observe steps, gradients and weights, and report them to a `Rule`.
 """
@@ -33,11 +33,11 @@ NOT_STEPPED = (
     "were written: call grc.commit() after an update by hand"
 )
 PATIENCE = 3
-"""A warning follows this many consecutive windows that were discarded although their weights were written."""
+"""Number of consecutive windows, discarded although their weights were written, after which a warning follows."""
 
 
 class Window:
-    """The exchanges that one decision covers. They count as one step once a tensor of them is applied."""
+    """Exchanges that are decided together. They count as one step as soon as one of their tensors is applied."""
 
     __slots__ = ("counted", "names")
 
@@ -48,14 +48,14 @@ class Window:
 
 
 class Windows:
-    """The tensors whose last exchange is undecided, each in a window."""
+    """The tensors whose last exchange is undecided, and the window of each."""
 
     def __init__(self) -> None:
         self._of: dict[str, Window] = {}
         self._digests: dict[str, int] = {}
         self._latest = Window()
         self.digest = 0
-        """A checksum of all decisions, independent of their order, by which workers compare their decisions."""
+        """A checksum of all decisions, independent of their order, which the workers compare."""
         self.recent: dict[str, str] = {}
         """The decisions since the last exchange, by tensor, for an error message."""
 
@@ -84,10 +84,10 @@ class Windows:
         self.recent = {}
 
     def close(self, names: Collection[str], applied: bool, tracing: bool = False) -> int:
-        """Decide undecided tensors; returns the number of windows that this counts as applied, or as discarded.
+        """Decide undecided tensors; return the number of windows that now count as applied, or as discarded.
 
-        ``tracing``: whether a graph is being traced. The digest then stays, because workers may trace a graph different
-        numbers of times.
+        ``tracing``: whether a graph is being traced. The digest is then unchanged, because workers may trace a graph a
+        different number of times.
         """
         windows, number = dict.fromkeys(map(self._of.pop, names)), 0
         self.recent.update(dict.fromkeys(names, "applied" if applied else "discarded"))
@@ -104,7 +104,7 @@ class Windows:
         return number
 
     def note(self, names: Iterable[str], what: str) -> None:
-        """Add an event of some tensors, ``what``, to the digest that the workers compare."""
+        """Add the event ``what`` of these tensors to the digest that the workers compare."""
         for name in names:
             self.recent[name] = what
             self.digest = (self.digest + zlib.crc32(f"{name} {what}".encode())) & 0xFFFFFFFF
@@ -116,7 +116,7 @@ class Windows:
 
 
 class Decides(Protocol):
-    """What the rule needs of a Grace."""
+    """The part of a Grace that `Rule` uses."""
 
     @property
     def undecided(self) -> Set[str]: ...
@@ -133,9 +133,9 @@ class Rule:
         self.others = False
         """Whether an optimizer without tensors of this Grace has stepped since the last exchange."""
         self.dropped = 0
-        """Number of exchanges since the last step whose means were removed rather than discarded by a call."""
+        """Number of exchanges since the last step that were discarded because their means were removed."""
         self._said: set[str] = set()
-        self._by_hand = 0  # number of windows in a row that were written by hand and discarded
+        self._by_hand = 0  # consecutive discarded windows whose weights were written by hand
 
     @property
     def unowned(self) -> set[str]:
@@ -149,9 +149,9 @@ class Rule:
     def stepped(self, held: Set[str], present: Set[str], changed: bool, when: Any = None) -> None:
         """An optimizer has completed a step.
 
-        ``held``: its tensors; ``present``: those whose gradients were the means; ``changed``: whether the step
-        changed a parameter or the optimizer's state; ``when``: if only a device knows that, its
-        flag, bool[], and ``changed`` is True.
+        ``held``: the optimizer's tensors. ``present``: those whose gradients were the means. ``changed``: whether the
+        step changed a parameter or the optimizer's state. If only a device knows this, ``changed`` is True, and
+        ``when`` is the device's flag, bool[].
         """
         self.owned |= held
         undecided = self._grace.undecided & held
@@ -167,7 +167,7 @@ class Rule:
         self._grace.decide(self.unowned & loose)
 
     def passed(self, removed: Set[str], written: Set[str], loose: Set[str] = frozenset()) -> None:
-        """A backward pass begins, or the state is asked for.
+        """A backward pass begins, or the state is requested.
 
         ``removed``: tensors whose means were removed or zeroed; ``written``: those whose weights were written since
         the exchange; ``loose``: those that no living optimizer holds.

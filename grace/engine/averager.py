@@ -31,7 +31,7 @@ class Averager(Facts):
         self._landed: list[str] = []  # tensors exchanged in this step so far
         self._ledger = Ledger(setup, self._reporter)
         self.settles: Callable[[], None] = _nothing
-        """Lets the integration decide what it can; called before the step count, the state or the report is read."""
+        """Called before the step count, the state or the report is read: the integration decides what it can."""
         self.paused = False
         """Whether a `no_sync` block is active."""
 
@@ -46,9 +46,9 @@ class Averager(Facts):
         self._reporter.notes[name] = text
 
     def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
-        """Submit a gradient. Its bucket is sent once it has all its gradients and the buckets before it were sent.
+        """Submit a gradient. Its bucket is sent once it is complete and all earlier buckets have been sent.
 
-        Buckets leave in one order on all workers, regardless of the order of these calls. ``spent``: whether the
+        All workers send buckets in the same order, regardless of the order of these calls. ``spent``: whether the
         gradient is donated. If arrays are mutable, its memory may then be overwritten, so do not read it again. Raises
         KeyError for an unknown name and RuntimeError for a second gradient before `finish`.
         """
@@ -65,7 +65,7 @@ class Averager(Facts):
             self._exchange.launch_complete()
 
     def next_bucket(self) -> set[str]:
-        """The tensors of the next bucket to be sent whose gradients were not submitted."""
+        """The tensors of the next bucket that have no submitted gradient yet."""
         return self._exchange.next_bucket()
 
     def finish(self, job: Job) -> Array | None:
@@ -105,7 +105,7 @@ class Averager(Facts):
             self._exchange.launch_names(gradients, together)
 
     def land(self, last: bool = True) -> None:
-        """Wait for all launched buckets, round by round, and keep the new state, undecided with `defer_commit`.
+        """Wait for all launched buckets, round by round, and keep the new state; with `defer_commit` it is undecided.
 
         ``last``: False if more of this step follows. Raises RuntimeError on all workers, and keeps the previous state,
         if they are at different exchanges, if they decided earlier ones differently, or if one gave up (`abort`).
@@ -117,7 +117,7 @@ class Averager(Facts):
             finally:
                 self._reporter.skipped += exchange.skipped
                 self.setup.attempt += 1
-                self.setup.exchanges += not self.setup.xp.tracing  # workers may trace a graph unequally often
+                self.setup.exchanges += not self.setup.xp.tracing  # workers may differ in how often they trace
                 self._next_exchange()
         self._landed += [name for name, mean in self._means.items() if mean is not None]
         if not last:
@@ -131,7 +131,7 @@ class Averager(Facts):
         return self._exchange.advance()
 
     def mean(self, name: str) -> Array | None:
-        """The mean of a gradient after `land`, taken once; None if no worker had one, or if the tensor has left."""
+        """The mean of a gradient after `land`, to be read once; None if no worker had it, or after `leave`."""
         return self._means.pop(name, None)
 
     def means(self, names: Iterable[str]) -> list[Array | None]:
@@ -172,7 +172,7 @@ class Averager(Facts):
             self.paused = before
 
     def leave(self, names: Iterable[str]) -> None:
-        """Leave out exactly these tensors after the next exchange, in which the workers check that they agree."""
+        """Exclude exactly these tensors after the next exchange, in which the workers check that they agree."""
         if (left := frozenset(names)) != self.setup.leaving:
             self.setup.windows.note(left ^ self.setup.leaving, "removed from its optimizer")
             self.setup.leaving = left
@@ -229,11 +229,11 @@ class Averager(Facts):
         self._ledger.decide(applied, discarded, when)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Confirm that means were applied: count the step and keep its state. ``names``: of these tensors alone."""
+        """Confirm that means were applied: count the step and keep its state. ``names``: only for these tensors."""
         self.decide(applied=self.undecided if names is None else names)
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Restore the state before an exchange whose means were not applied. ``names``: of these tensors alone."""
+        """Restore the state before an exchange whose means were not applied. ``names``: only for these tensors."""
         self.decide(discarded=self.undecided if names is None else names)
 
     rollback = discard

@@ -1,4 +1,4 @@
-"""Tensors, the units that a method compresses, and the buckets of units that travel together."""
+"""Tensors, the units that a method compresses, and the buckets of units that are sent together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.dtypes import ITEMSIZE
 FIRST_BUCKET_MB = 1.0  # small, so that the first message leaves early in the backward pass
 
 CHANGED = "If the model has changed, call grc.rebuild(model.named_parameters()), or make a new Grace"
-"""The advice of error messages about tensors of another shape than was built."""
+"""The advice in error messages about tensors whose shapes differ from those given to `build`."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)  # hash by identity: a step hashes a unit a thousand times
 class Unit:
-    """What a method compresses as one tensor: one gradient, or several joined as a flat vector."""
+    """A vector that a method compresses as one tensor: one gradient, or several concatenated ones."""
 
     name: str
     tensors: tuple[Tensor, ...]
     dense: str = ""
-    """Why the unit travels uncompressed; empty if it is compressed."""
+    """Why the unit is sent uncompressed; empty if it is compressed."""
     lossless: bool = False
     """Whether the method sends gradients uncompressed and has no state for them."""
 
@@ -61,7 +61,7 @@ class Unit:
 
     @cached_property
     def wire(self) -> str:
-        """The dtype of lossless payloads: that of the gradients if they share one of under 4 bytes, else `dtype`."""
+        """The dtype of lossless payloads: the gradients' common dtype if it has less than 4 bytes, else `dtype`."""
         (dtype, *others) = {tensor.dtype for tensor in self.tensors}
         return dtype if not others and ITEMSIZE[dtype] < 4 else self.dtype
 
@@ -73,7 +73,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Units whose collectives travel as one message per round."""
+    """Units whose collectives are sent as one message per round."""
 
     name: str
     units: tuple[Unit, ...]
@@ -127,10 +127,10 @@ def layout(
 def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[list[Any]]:
     """Group tensors (any objects with ``size`` and ``nbytes``), in the order of their gradients, into buckets.
 
-    A bucket is closed once it has reached its size, so that only the last one can be smaller, because each bucket costs
-    a message. The size of the first bucket is at most 1 MiB, so that it leaves early. Tensors of fewer than
-    ``min_numel`` elements travel uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket in
-    MiB; infinity for a single bucket.
+    A bucket is closed once it has reached its size. Only the last bucket may be smaller, because each bucket costs a
+    message. The size of the first bucket is at most 1 MiB, so that it is sent early. Tensors of fewer than
+    ``min_numel`` elements are sent uncompressed, all of them in the last bucket. ``bucket_mb``: the size of a bucket
+    in MiB; infinity for a single bucket.
     """
     groups: list[list[Any]] = []
     small: list[Any] = []

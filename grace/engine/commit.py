@@ -30,7 +30,7 @@ class Commit:
         self._flat, self._levels = flight.flat, flight.levels
         self.skipped = 0
         self._plain = flight.plain
-        self._counted: dict[str, list[int]] = {}  # bytes of units that were exchanged together, in graphs
+        self._counted: dict[str, list[int]] = {}  # in graphs: byte counts of grouped units
         self._holders = self._count_holders(gradients)
         self._marks = self._marked_means()
         self._all_finite = self._look_at_marks()
@@ -79,14 +79,14 @@ class Commit:
         return {**setup.meter.count(units, asked, setup.transport.group_rank, sizes), **self._counted}
 
     def _count(self, counts: dict[str, list[int]]) -> None:
-        # Count the bytes of units that are exchanged together: a graph counts when it runs.
+        # Counts the bytes of units that are exchanged together. In a graph they are counted when it runs.
         if self._setup.xp.traced:
             self._counted |= counts
         else:
             self._setup.meter.repeat(counts)
 
     def _hosted_means(self, grouped: Grouped) -> dict[str, Array | None]:
-        # The means of the tensors of a group that keeps its state at once.
+        # Returns the means of a hosted group, whose `finish` also returns the new state.
         setup, group, units, options = self._setup, grouped.group, grouped.units, self._setup.options
         judged = self._judged(units[0])
         held = [not self._absent(unit) for unit in units] if self._holders else None
@@ -111,7 +111,7 @@ class Commit:
                 self._setup.store.commit_carried(unit, ok[number], self._flat[unit])
 
     def _group_means(self, grouped: Grouped) -> dict[str, Array | None]:
-        # The means of a group's tensors, in the memory of their gradients.
+        # Returns the means of a group's tensors, in the memory of their gradients.
         setup, group, units = self._setup, grouped.group, grouped.units
         landed, finite, ok = self._results.pop(grouped.name), None, None
         if self._judged(units[0]):  # all units of a group have the same kind of state
@@ -138,7 +138,7 @@ class Commit:
         return means
 
     def _device_means(self, grouped: Grouped) -> dict[str, Array | None]:
-        # `_group_means` where only the device knows which means are finite.
+        # As `_group_means`, for groups on a device: only the device knows which means are finite.
         setup, group, units = self._setup, grouped.group, grouped.units
         xp, poison, landed = setup.xp, setup.options.nonfinite == "poison", self._results.pop(grouped.name)
         finite = group.finite(landed) if self._judged(units[0]) else None
@@ -162,7 +162,7 @@ class Commit:
         return means
 
     def _joined_means(self, joined: Joined) -> dict[str, Array | None]:
-        # The means of tensors that travelled as one vector, as its parts.
+        # Returns the means of tensors that were sent as one vector: each is a part of the vector's mean.
         xp, mean = self._setup.xp, self._results.pop(joined.name)
         parts = xp.buffers.parts(mean, [self._flat[unit] for unit in joined.units])
         if not joined.counts:
@@ -188,12 +188,12 @@ class Commit:
             joined.counts[unit.name] = [sent * unit.size // whole, received * unit.size // whole, 1]
 
     def _shaped(self, names: Sequence[str], means: Sequence[Array], shapes: Sequence[Any]) -> dict[str, Array | None]:
-        # Returns the means in the shapes of their tensors, which most means have already.
+        # Returns the means in the shapes of their tensors; most means already have them.
         reshape, found = self._setup.xp.reshape, zip(names, means, shapes, strict=True)
         return {name: mean if mean.shape == shape else reshape(mean, shape) for name, mean, shape in found}
 
     def _zeroed(self, unit: Unit, mean: Array, ok: Array | None) -> Array:
-        # Zeros in place of a mean that is not finite, if `nonfinite` says so.
+        # Returns zeros instead of a mean that is not finite, if the option `nonfinite` is "zero".
         if self._setup.options.nonfinite != "zero" or ok is None:
             return mean
         xp = self._setup.xp
@@ -231,16 +231,16 @@ class Commit:
         return mean, ok
 
     def _judged(self, unit: Unit) -> bool:
-        # Whether the state or the option `nonfinite` depends on the mean being finite.
+        # Returns whether the mean is checked: the state or the option `nonfinite` depends on whether it is finite.
         return self._setup.store.any(unit, self._levels[unit]) or self._setup.options.nonfinite != "poison"
 
     def _narrow(self, unit: Unit) -> bool:
-        # A residual may push a mean beyond float16's range. After a reduce-scatter each worker has only its own row, so
-        # the workers could not decide alike, and the check is skipped.
+        # Returns whether to check that the mean fits float16: a residual may push it out of range. Skipped after a
+        # reduce-scatter, when each worker has only its own row, so the workers could decide differently.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, PendingMean]:
-        # Means whose payloads show whether they are finite.
+        # Returns the means whose payloads show whether they are finite.
         found = {}
         for unit in self._flight.layout.rest:
             mean = None if unit in self._plain else self._results[unit.name][0]
@@ -249,7 +249,7 @@ class Commit:
         return found
 
     def _look_at_marks(self) -> bool:
-        # Whether all marked means are known to be finite. False on a device, to avoid a synchronisation.
+        # Returns whether all marked means are known to be finite. False on a device, to avoid a synchronisation.
         xp = self._setup.xp
         if not xp.can_read_values or not self._marks:
             return False

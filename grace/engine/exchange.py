@@ -28,7 +28,7 @@ class Exchange:
         self._donated: set[str] = set()
         self._flights: list[Flight] = []
         self._launched = 0  # number of launched buckets
-        self._departed = False  # with a thread pool: whether it has encoded all launched buckets and they were sent
+        self._departed = False  # with a thread pool: whether all launched buckets were encoded and sent
         self._switched: dict[str, Array] = {}  # means of tensors whose exchange was traced at every level
         self._sampled: dict[Unit, Array] = {}  # this worker's gradients, whose samples measure noise
 
@@ -95,7 +95,7 @@ class Exchange:
         messages = self._setup.table.messages(tuple(names), together)
         for label, units in messages:
             self.launch(label, units)
-        if len(messages) == 1:  # one of the messages of a backward pass
+        if len(messages) == 1:  # one bucket of a running backward pass
             self._begin_later_rounds()
 
     def launch(self, name: str, units: tuple[Unit, ...]) -> None:
@@ -160,7 +160,7 @@ class Exchange:
         return Flight(self._setup, name, flat, levels, layout, self._presence(flat), sample, last)
 
     def _sample(self, units: Iterable[Unit]) -> Array | None:
-        # The sample of these units' gradients, before an exchange overwrites them; None if noise is not measured.
+        # Returns a sample of these units' gradients, before an exchange overwrites them; None if noise is not measured.
         probe, found = self._setup.probe, {unit.name: self._sampled[unit] for unit in units if unit in self._sampled}
         return None if probe is None or not found else probe.sample(found)
 
@@ -220,7 +220,7 @@ class Exchange:
 
     def _check_headers(self) -> None:
         # All workers see the same sums, so all of them raise. On a device, check the previous step's headers, whose
-        # copies have arrived, so that the host need not wait for this one.
+        # copies have arrived, so that the host need not wait for this step's.
         setup = self._setup
         if not setup.tagged:
             return
@@ -242,7 +242,7 @@ class Exchange:
             if self._setup.offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1].scheduler.depart(wait=True)
                 return False  # return first: workers of one process must post their messages before any of them waits
-            # a list, so that every flight advances, also after one that is not done
+            # a list, not a generator: every flight must advance, even after one that is not done
             done = [flight.scheduler.advance() for flight in self._flights]
         return all(done)
 

@@ -15,15 +15,15 @@ from grace.engine.setup import Setup
 
 
 class Facts:
-    """What a Grace tells of its method, its workers and its tensors, and the settings of the integrations."""
+    """A Grace's method, workers and tensors, and the settings that the integrations change."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
-        """What all exchanges share, with the settings that only one integration needs."""
+        """The parts that all exchanges share, and the settings of the integrations."""
 
     @property
     def method(self) -> Method:
-        """The compressor with its memory, without changes by a policy."""
+        """The compressor with its memory, as given: a policy's changes are not included."""
         return self.setup.method
 
     @property

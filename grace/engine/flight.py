@@ -19,9 +19,9 @@ Vectors = Mapping[Unit, Array]
 class Flight:
     """The units of one message, their gradients as vectors, and the exchange of these vectors.
 
-    ``flat``: each unit's vector, whose memory the mean may take. ``levels``: each unit's policy level. ``layout``: the
-    groups among the units. ``presence``: header and gradient flags, which are summed over the workers, or nothing.
-    ``sample``: elements of some units, float32[n], to average exactly. ``last``: the message before this one.
+    ``flat``: each unit's vector, whose memory may be reused for the mean. ``levels``: each unit's policy level.
+    ``layout``: the groups among the units. ``presence``: header and gradient flags, to sum over the workers; may be
+    empty. ``sample``: elements of some units, float32[n], to average exactly. ``last``: the previous message.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Flight:
         self.begun = 1
         """Number of rounds begun before the end of the backward pass."""
         self.plain = dict.fromkeys(unit for unit in layout.rest if setup.plain(unit, levels[unit]))
-        """Units that travel uncompressed, each as a separate array. The dictionary serves as an ordered set."""
+        """Units that are sent uncompressed, each as a separate array. The dictionary serves as an ordered set."""
         xp = setup.xp
         programs: dict[str, Program[Any]] = {}
         for each in layout.groups:

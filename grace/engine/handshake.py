@@ -51,7 +51,7 @@ def _difference(first: Any, other: Any) -> str:
 
 
 class Place(NamedTuple):
-    """Where a worker is when it exchanges."""
+    """A worker's position in the sequence of exchanges, to compare with the other workers'."""
 
     step: int
     attempt: int
@@ -71,10 +71,10 @@ HEADER = 5
 
 
 def header(place: Place, failed: bool, workers: int) -> list[float]:
-    """A tag of the exchange and its square, a tag of the decisions and its square, and whether the worker gave up.
+    """Return a tag of the exchange and its square, the same of the decisions, and whether the worker gave up.
 
-    The sums over the workers show exactly whether all tags are equal (`in_step`), since float32 is exact below 2^24. No
-    tag is 0, which Horovod adds for a worker that has called hvd.join().
+    The sums over the workers show exactly whether all tags are equal (`in_step`), since float32 is exact below 2^24.
+    Tags are never 0, because Horovod sends zeros for a worker that has called hvd.join().
     """
     limit = min(2039, math.isqrt(2**24 // workers)) - 1
     exchange = 1 + (2 * place.exchange + place.by_hand) % limit
@@ -83,13 +83,13 @@ def header(place: Place, failed: bool, workers: int) -> list[float]:
 
 
 def in_step(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers are at one exchange and decided alike, and none gave up, given the sums of their headers."""
+    """Return whether all workers are at one exchange and decided alike, and none gave up, by their headers' sums."""
     exchange, squares, decisions, more_squares, failed = (round(each) for each in sums)
     return failed == 0 and workers * squares == exchange**2 and workers * more_squares == decisions**2
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
-    """Whether some workers called hvd.join() and the others are at this worker's step, given the headers' sums."""
+    """Return whether some workers called hvd.join() and the others are at this worker's step, by the headers' sums."""
     there = round(sums[0] / own[0])
     return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
 
@@ -121,7 +121,7 @@ def out_of_step(transport: Transport, place: Place, failure: str, sums: Sequence
 
 
 def _decided(places: Sequence[Place]) -> str:
-    # The first tensor whose last exchange the workers decided differently.
+    # Returns a sentence on the first tensor whose last exchange the workers decided differently; empty without one.
     for name in sorted({name for place in places for name in place.decided}):
         found = [place.decided.get(name, "undecided") for place in places]
         if len(set(found)) > 1:

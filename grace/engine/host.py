@@ -25,7 +25,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     if payload is None:
         return None
     xp, lr = ctx.xp, ctx.lr
-    mine = {key: array for key, array in state.items() if key != CARRIED}  # what is carried has been added to x
+    mine = {key: array for key, array in state.items() if key != CARRIED}  # the carried residual was already added to x
     keys, kept = list(mine), [(xp.dtype(array), xp.shape(array)) for array in mine.values()]
 
     def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
@@ -43,7 +43,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
 
 @cache
 def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...] | None:
-    # `template`, with None in place of lengths that depend on values; None if the method requests collectives.
+    # Returns `template`'s result, with None for lengths that depend on values; None if the method requests collectives.
     try:
         found = template(compressor, xp, shape)
     except ValueError:
@@ -64,5 +64,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, which keeps no draws, since a graph's context outlives a step."""
+    """The context for the host's backend, without cached draws, because a graph's context outlives a step."""
     return replace(ctx, xp=host, step=int(step), _draws=None)

@@ -1,4 +1,4 @@
-"""The ledger: exchanges that wait for a decision, and the steps that decisions count."""
+"""The ledger: keeps exchanges until they are decided, and counts the steps that were applied."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Ledger:
         self._reporter.step_passed()
 
     def look_back(self) -> None:
-        """Correct the number of steps by a device's flags, before each exchange, as random streams use the number."""
+        """Uncount steps whose device flag is false. Called before each exchange: random streams use the step number."""
         for steps, flag in self._late:
             if not flag():
                 self._setup.step.assign(self._setup.step.read() - steps)

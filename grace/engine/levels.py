@@ -18,14 +18,14 @@ class Way(NamedTuple):
 
     method: Method
     encoder: TensorCodec
-    """The fast version of the method."""
+    """The method, run by kernels where possible."""
     communicator: Communicator
     dense: bool
     """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
     layout: str = ""
     """Describes where residuals are stored (`residual_layout`); empty if each worker stores those of whole tensors."""
     choice: str = ""
-    """Why the communicator was chosen; empty if it was named."""
+    """Why the communicator was chosen; empty if the user named it."""
 
 
 def residual_layout(method: Method, communicator: Communicator) -> str:
@@ -38,7 +38,7 @@ def residual_layout(method: Method, communicator: Communicator) -> str:
 
 
 class Ways(list[Way]):
-    """The way of each policy level.
+    """The `Way` of each policy level.
 
     ``exact``: see `Policy.exact`.
     """
@@ -78,7 +78,7 @@ class Ways(list[Way]):
         return next(iter(refusals.values()), "") if always else ""
 
     def add(self, unit: str, ctx: Context) -> None:
-        """Find the levels whose methods do not apply to a unit that is compressed."""
+        """Record the levels whose methods do not apply to a compressed unit."""
         self._refused[unit] = self._refusals(ctx)
 
     def level(self, unit: str, level: int) -> int:

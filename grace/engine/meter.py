@@ -16,7 +16,7 @@ class Meter:
     def __init__(self, xp: Backend):
         self._xp = xp
         self._totals: dict[str, list[int]] = {}
-        self._repeated: dict[int, tuple[Mapping[str, Sequence[int]], int]] = {}  # by identity: counts, and how often
+        self._repeated: dict[int, tuple[Mapping[str, Sequence[int]], int]] = {}  # by id: counts, number of exchanges
         # in graphs: lists of units, each with a cell of their counts, int64[units, 3]
         self._segments: list[tuple[list[str], Any]] = []
 
@@ -59,14 +59,14 @@ class Meter:
     def add_rows(self, names: Sequence[str], rows: Array) -> None:
         """`add`, in a graph: the counts are int64[names, 3]."""
         xp, place = self._xp, {name: number for number, name in enumerate(names)}
-        rows = xp.concat([rows, xp.zeros((1, 3), "int64")])  # the last row is for units that are not among them
+        rows = xp.concat([rows, xp.zeros((1, 3), "int64")])  # the last row: zeros for all other units
         for known, cell in self._segments:
             if any(name in place for name in known):
                 which = xp.asarray([place.get(name, len(names)) for name in known], "int32")
                 cell.assign(cell.read() + xp.take(rows, which))
 
     def repeat(self, counts: Mapping[str, Sequence[int]]) -> None:
-        """Add counts that are the same object in each exchange: they are only added up when they are read."""
+        """As `add`, for counts that are the same object in each exchange; `read` multiplies them."""
         _, times = self._repeated.get(id(counts), (counts, 0))
         self._repeated[id(counts)] = counts, times + 1
 

@@ -82,7 +82,7 @@ def layout(states: Sequence[State]) -> bool | None:
 
 
 def _by_position(state: State) -> list[Any]:
-    # The arrays whose elements have the positions of a gradient's.
+    # Returns the arrays that are laid out element by element like a gradient.
     return [*state["tensors"].values(), (state.get("policy") or {}).get("sums")]
 
 
@@ -97,7 +97,7 @@ class OthersState(ValueError):
 
 
 def agreed(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
-    """`checked`, but all workers raise if one does. Every worker must make this call.
+    """As `checked`, but all workers raise if one does. Every worker must make this call.
 
     Before there are tensors, workers cannot exchange messages, so another worker's state is then no error yet.
     """
@@ -174,7 +174,7 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
         if gone:
             changed.add(name)
     carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
-    changed |= {name for name in carried & mine.keys() if CARRIED not in mine[name]}  # here all levels have one layout
+    changed |= {name for name in carried & mine.keys() if CARRIED not in mine[name]}  # all levels have one layout now
     for name in sorted((changed | carried & units.keys()) - mine.keys()):  # the tensor is dense now, or was before
         mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
     for state in states:
@@ -215,7 +215,7 @@ def load(setup: Setup, found: Checked) -> None:
 
 
 def _taken_over(setup: Setup, states: Sequence[State]) -> State:
-    # The state of the old worker whose policy state this worker adopts.
+    # Returns the state of the old worker whose policy state this worker adopts.
     state = states[setup.rank % len(states)]
     if setup.schedule is None or not state.get("policy") or state["rank"] == setup.rank:
         return state

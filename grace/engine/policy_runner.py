@@ -169,11 +169,11 @@ class Schedule:
 
     # -- between steps ----------------------------------------------------------------------------------------------
     def on_trial(self, workers: int) -> bool:
-        """Whether a trial is in progress."""
+        """Return whether a trial is in progress."""
         return self.policy.trial(self.decision, workers) is not None
 
     def measures(self, workers: int) -> bool:
-        """Whether this step's noise is measured: in the last `MEASURED` steps of a trial.
+        """Return whether this step's noise is measured: in the last `MEASURED` steps of a trial.
 
         With error feedback, noise is measured in every step of a trial, since the probe must follow the held error. A
         graph is traced once, so it measures in every step.
@@ -200,8 +200,8 @@ class Schedule:
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
         """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Each step is timed from the end of the one before, or from the last decision; the training's first step is not
-        # timed.
+        # Each step is timed from the end of the previous step, or from the last decision. The training's first step is
+        # not timed.
         steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
         mine = statistics.median_low(steps) if steps else 0.0
         wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
@@ -235,7 +235,7 @@ class Schedule:
         return [name for name, level in self.decision.levels.items() if level != before[name]]
 
     def _squares(self, names: Iterable[str]) -> Array:
-        # Squared norms of this worker's sums.
+        # Returns the squared norm of each of this worker's sums.
         xp = self._xp
         sums = [self._sums[name].read() for name in names if name in self._sums]
         return xp.concat([xp.reshape(xp.sum(each * each), (1,)) for each in sums]) if sums else xp.zeros(0)

@@ -25,11 +25,11 @@ def positions(name: str, size: int) -> list[int]:
 
 
 class NoiseProbe:
-    """Compares exchanged means with exact means, on sampled elements, whose exact averaging costs a message per step.
+    """Compares exchanged means with exact means on sampled elements; their exact averaging costs a message per step.
 
-    The probe computes from the means what error feedback holds back, so it need not read residuals. The wanted mean is
-    the exact one plus the held error; the held error of the next step is the wanted mean minus the exchanged one. Like
-    all means, these are equal on all workers.
+    The probe computes the held error, which error feedback sends in later steps, from the means, without reading
+    residuals. The wanted mean is the exact one plus the held error; the held error of the next step is the wanted mean
+    minus the exchanged one. Like all means, these are equal on all workers.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class NoiseProbe:
         return xp.cast(xp.take(xp.reshape(x, (-1,)), self._positions[name]), "float32")
 
     def _run(self, work: Callable[..., list[Array]], arrays: list[Array], made: list[Any]) -> list[Array]:
-        # In a graph, one operation of the host for all tensors.
+        # Runs ``work``; in a graph, as a single operation on the host.
         found: list[Array] = work(*arrays) if self._on is self._xp else self._xp.hosted(work, arrays, made)
         return found
 

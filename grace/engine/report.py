@@ -69,7 +69,7 @@ class Report:
     runs_as: str = ""
     """Which kernels compress: an instruction set of the CPU, "triton", or "plain functions"."""
     exchange: str = ""
-    """Why the communicator was chosen; empty if it was named."""
+    """Why the communicator was chosen; empty if the user named it."""
     plan: str = ""
     """The workers and data for which the plan in force was made; empty if unknown."""
     parameters: list[TensorReport] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Report:
         return "\n".join([head, *lines, *filter(None, ends)])
 
     def _gathered(self, steps: int) -> str:
-        # A line about the traffic of parameters; empty if there is none.
+        # Returns a line about the traffic of parameters; empty if there is none.
         sent, dense = (sum(getattr(row, key) for row in self.parameters) for key in ("bytes_sent", "bytes_dense"))
         if not sent:
             return ""

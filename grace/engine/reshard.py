@@ -72,7 +72,7 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 
 
 def _place(value: Any, size: int | None) -> bool:
-    # Offset of a part of a tensor, and its number of elements.
+    # Returns whether a value is (offset, number of elements) of a part of a tensor.
     numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
     return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
 
@@ -108,8 +108,8 @@ def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str
 
 
 def _alike(names: Mapping[str, int], first: int) -> dict[tuple[str, int], list[str]]:
-    # Returns groups of names that differ only in their numbers, in ascending order of these. ``first``: number of
-    # leading path parts to ignore.
+    # Returns groups of names that differ only in their numbers, in ascending order of the numbers. ``first``: number
+    # of leading path parts to ignore.
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names, key=lambda name: [int(each or 0) for each in _numbers(name)]):
         parts = NUMBERED.sub("", name).split("/")
@@ -162,7 +162,7 @@ def resized(
     follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the old
     workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
     Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
-    ``changed``: units with another strategy now. Their residuals are summed into the first compression point of the new
+    ``changed``: units whose strategy has changed. Their residuals are added to the first compression point of the new
     strategy, or carried to the next gradient if it has no such point. The means of the first compression move too; all
     other arrays start fresh.
     """
@@ -225,7 +225,7 @@ def _follow(
 
 
 def _place_of(state: Mapping[str, Any], unit: str, key: str, wanted: str, of: tuple[str, str]) -> Any:
-    # The place of an array if it belongs to this stage and is this field of this part; else None.
+    # Returns (offset, number of elements) of an array; None if it belongs to another stage, part or field.
     point, part, field = parsed(key)
     return state["points"].get(unit, {}).get(point) if (stage(point), (part, field)) == (wanted, of) else None
 
@@ -260,7 +260,7 @@ def _moved(
 
 
 def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
-    # Returns float64[count]: what the residuals and carried arrays of all workers add to the sum of all workers'
+    # Returns float64[count], the contribution of all workers' residuals and carried arrays to the sum of all
     # gradients, at elements start .. start+count-1.
     import numpy as np
 
@@ -284,7 +284,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
 
 
 def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
-    """Number of workers that hold the same elements at the same stage; their parts add up to one mean."""
+    """Number of workers that hold the same elements at the same stage; each has weight 1 / number in the mean."""
     return sum(
         any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
         for places in everybody

@@ -39,11 +39,11 @@ def pool_of(units: Iterable[Any], ways: Iterable[Any], xp: Backend) -> WorkerPoo
 
 
 class RoundScheduler:
-    """Runs the programs of several units in lockstep: all collectives of a round travel as one message.
+    """Runs the programs of several units in lockstep: all collectives of a round are sent as one message.
 
-    ``offload``: runs some of the programs on a thread pool. Then the first message may be delayed: `depart` or
-    `advance` sends it, after the message of ``before``, the scheduler created before this one, so that all workers
-    send in one order.
+    ``offload``: a thread pool that runs some of the programs. The first message may then be delayed until `depart` or
+    `advance`. It is sent after the message of ``before``, the previous scheduler, so that all workers send in one
+    order.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RoundScheduler:
     def settle(self) -> None:
         """Complete this round's message, and begin no further round."""
         try:
-            self.depart(wait=True)  # the other workers may have sent their messages
+            self.depart(wait=True)  # the other workers may already wait for this message
         except Exception:
             return  # the step is dropped, together with the pool's error
         if self._requests:
@@ -125,7 +125,7 @@ class RoundScheduler:
 
     def _resume(self, answers: dict[str, Any]) -> None:
         self._requests = []
-        self._steps = dict.fromkeys(answers)  # messages keep the order of the programs, on all workers
+        self._steps = dict.fromkeys(answers)  # a message follows the order of the programs, on all workers
         elsewhere: list[str] = []
         if self._offload is not None:
             elsewhere = [unit for unit in answers if unit in self._offload.units]

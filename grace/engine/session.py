@@ -276,7 +276,7 @@ class Grace(Averager):
         Each worker saves and loads its own state, as residuals differ. `grace.checkpoint` writes states to files.
         Raises RuntimeError if states of another number of workers were loaded and still wait for `build`.
         """
-        if self._waiting:  # no step since it was loaded
+        if self._waiting:  # loaded before `build`, and not changed since
             state, *others = self._waiting
             if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
                 raise RuntimeError("build has yet to distribute the loaded states of other workers: run a step first")

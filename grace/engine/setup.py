@@ -37,7 +37,7 @@ PRESENT = "(present)"
 SAMPLE = "(sample)"
 """The name of the program that averages a sample of each tensor exactly, for a policy that measures noise."""
 LAYOUTS = ("[in, out]", "[out, in]")
-"""The layouts in which kernels of Keras are exchanged: as they are, and transposed."""
+"""The layouts in which Keras's kernels (weight matrices) are exchanged: unchanged, or transposed."""
 _built = 0  # number of Graces in this process that have compared their tensors with other workers
 
 
@@ -84,13 +84,13 @@ class Setup:
         """Whether the gradients of this exchange were set by hand."""
         self.windows = Windows()
         self.left: frozenset[str] = frozenset()
-        """Tensors that take no part in exchanges any more."""
+        """Tensors that are excluded from exchanges."""
         self.leaving = self.left
-        """`left` after the next exchange, in which the workers agree on it."""
+        """The next value of `left`; the workers agree on it in the next exchange."""
         self.headers: list[tuple[Place, Callable[[], Any]]] = []
         """Place and summed header of each message of the last step, if a device holds the sums."""
         self.arriving: list[tuple[Place, Callable[[], Any]]] = []
-        """The same of this step."""
+        """As `headers`, for the current step."""
         self.loaded_step: int | None = None
         """Step of a state loaded before there were tensors."""
         self._xp: Backend | None = None
@@ -186,9 +186,9 @@ class Setup:
             self._unsettled = {}
 
     def choose_layout(self) -> bool:
-        """Return `transposed`, which each call decides anew until there are tensors.
+        """Return `transposed`. Until there are tensors, each call decides it anew.
 
-        A loaded state with arrays decides it; without one, it is True if a method that may run is blockwise.
+        A loaded state with arrays determines it. Otherwise it is True if any method that may run is blockwise.
         """
         if not self.bound:
             blockwise = any((method.compressor.traits.block_size or 0) > 1 for method, _ in self._methods)
@@ -274,7 +274,7 @@ class Setup:
         return self.ways.at(unit.name, self.level(unit))
 
     def plain(self, unit: Unit, level: int) -> bool:
-        """Whether a unit travels in its bucket's single dense message."""
+        """Return whether a unit is averaged uncompressed, in its bucket's single dense message."""
         return unit.dense != "" or self.ways.at(unit.name, level).dense
 
     def wire_dtype(self, unit: Unit, level: int) -> str:
@@ -283,7 +283,7 @@ class Setup:
         return unit.wire if lossless else unit.dtype
 
     def context(self, unit: Unit, step: Any, draws: dict[Any, Array] | None = None) -> Context:
-        """The context of a unit in a step. ``draws``: what `Context.once` has drawn in this step."""
+        """The context of a unit in a step. ``draws``: the step's cache for `Context.once`."""
         return Context(
             xp=self.xp,
             name=unit.name,
@@ -313,7 +313,7 @@ class Setup:
         return 0 if self.step is None else int(self.step.read())
 
     def place(self) -> Place:
-        """Where this worker is in its exchanges, for their headers."""
+        """This worker's position in the sequence of exchanges, for their headers."""
         decided = self.windows.digest, dict(self.windows.recent)
         return Place(self.step_number(), self.attempt, self.exchanges, self.by_hand, *decided)
 
@@ -331,7 +331,7 @@ class Setup:
 
     def cells(self, unit: Unit, measured: bool = True, state: bool = True) -> list[Any]:
         """The cells of a unit that an exchange changes. ``measured``: whether its noise is measured."""
-        level = None if self.xp.tracing else self.level(unit)  # a graph chooses when it runs
+        level = None if self.xp.tracing else self.level(unit)  # a graph chooses the level at run time
         cells = self.store.cells(unit, level) if state else []
         return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name, measured)]
 

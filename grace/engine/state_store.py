@@ -36,8 +36,8 @@ class Fitted(NamedTuple):
 class Snapshot:
     """Copies of state arrays from before an exchange that may be discarded.
 
-    If arrays are mutable, the memory of copies is reused; otherwise a copy is the array itself, and is dropped. A
-    `RowTable` keeps the previous values of its own cells.
+    Mutable arrays are copied to memory that is reused; an immutable array serves as its own copy. A `RowTable` keeps
+    the previous values of its own cells.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -119,7 +119,7 @@ class StateStore:
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
         self.rows: RowTable | None = None
-        """The arrays of `IN_ROWS`, on a host, and on a device with kernels."""
+        """Holds the arrays of `IN_ROWS`, on hosts and on devices with kernels."""
         self._cells: dict[str, list[Cells]] = {}  # each unit's state, by unit and level
         self._carrying: set[str] = set()  # units that may carry a residual, as far as the host knows
 
@@ -147,12 +147,12 @@ class StateStore:
         return "" if unit.dense else self._ways.at(unit.name, level).communicator.strategy(unit.name)
 
     def _layout(self, unit: Unit, level: int) -> str:
-        # Levels with equal layouts share the state that outlasts a change of level. Between different layouts, the
-        # residual is carried to the next gradient.
+        # Returns a text. Levels with equal texts share the state that outlasts a change of level; between levels with
+        # different texts, the residual is carried to the next gradient.
         return self._ways.at(unit.name, level).layout if self.switches else self.strategy(unit, level)
 
     def _alike(self, unit: Unit, level: int) -> list[Cells]:
-        # The existing cells of all levels with the same layout as this one.
+        # Returns the existing cells of all levels with the same layout as this one.
         cells = self._cells[unit.name]
         layout = self._layout(unit, level)
         return [held for each, held in enumerate(cells) if self._layout(unit, each) == layout]
@@ -203,11 +203,11 @@ class StateStore:
 
     # -- a step -----------------------------------------------------------------------------------------------------
     def any(self, unit: Unit, level: int) -> bool:
-        """Whether a unit has state at this level."""
+        """Return whether a unit has state at this level."""
         return bool(self._cells[unit.name][level])
 
     def cells(self, unit: Unit, level: int | None) -> list[Any]:
-        """The cells of a unit's state at a level, by None at all levels; none for a dense tensor without state."""
+        """The cells of a unit's state at a level (None: at all levels); empty for a dense tensor without state."""
         levels = self._cells[unit.name]
         chosen = levels if level is None else levels[level : level + 1]
         return list(dict.fromkeys(cell for cells in chosen for cell in cells.values()))
@@ -218,7 +218,7 @@ class StateStore:
         return bool(self._carrying)
 
     def cells_by_key(self, unit: Unit, level: int) -> Cells:
-        """The cells of a unit's state at a level, without what a change of strategy left."""
+        """The cells of a unit's state at a level, without the carried residual."""
         return {key: cell for key, cell in self._cells[unit.name][level].items() if key != CARRIED}
 
     def note_carried(self) -> None:
@@ -275,7 +275,7 @@ class StateStore:
             cell.assign(xp.choose(ok, new, old))
 
     def _last(self, cell: Any, snapshot: Snapshot) -> Array:
-        # A state array from the beginning of the current step.
+        # Returns a state array as it was at the beginning of the current step.
         before = snapshot.read(cell)
         return cell.read() if before is None else before
 
@@ -377,5 +377,5 @@ class StateStore:
 
 
 def _lasting(key: str, way: Way) -> bool:
-    # Whether an array survives a change of level: the memory's do, and those of a compressor with its own feedback.
+    # Returns whether an array survives a change of level: those of a memory, or of a compressor with its own feedback.
     return parsed(key)[1] == "memory" or way.method.compressor.traits.internal_feedback

@@ -8,7 +8,7 @@ from typing import Any
 from grace.engine.buckets import Bucket, Tensor, Unit
 
 KEPT = 256
-"""Number of sets of tensors whose messages are cached."""
+"""Maximum number of sets of tensors whose messages are cached."""
 
 
 class TensorTable:

@@ -40,7 +40,7 @@ def of_group(xp: Any, grouped: Grouped, gradients: Mapping[str, Array | None], d
 
 
 def of_joined(joined: Joined, gradients: Mapping[str, Array | None]) -> list[Array] | None:
-    """The gradients, of any shape, of units that travel as one vector, to be read only; None if one is absent."""
+    """The gradients, of any shape and read-only, of units that are sent as one vector; None if one is absent."""
     return _present(joined.names, gradients)
 
 
@@ -59,5 +59,5 @@ def joined(xp: Any, unit: Unit, means: Mapping[str, Array | None]) -> Array | No
 
 
 def whole(xp: Any, unit: Unit, means: Mapping[str, Array | None]) -> Array | None:
-    """`joined`, or the mean of a unit of one tensor as it is."""
+    """The mean of a unit: as `joined`, but a single tensor's mean is returned unchanged."""
     return means.get(unit.tensors[0].name) if len(unit.tensors) == 1 else joined(xp, unit, means)

@@ -24,8 +24,8 @@ def plan(model: Any, *, example: Any = None, **settings: Any) -> Plan:
     has separate matrices for each gate.
     ``keep_first`` (1): number of layers that stay dense, counted in the model's order over all layers with a matrix,
     including embeddings; or their names. ``keep_last`` (True): keep the last layer with a matrix dense.
-    ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave dense. A name stands for
-    the layer, for all layers below it ("layer4"), or is a pattern ("*.shortcut.*").
+    ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave dense. A name is that
+    of a layer or of a parent of layers ("layer4"), or a pattern ("*.shortcut.*").
     ``ranks``: by name, the rank of a layer, or a rank for each of its matrices in the order of the plan; these layers
     are factorised regardless of the other settings.
     ``min_numel`` (1024): layers of fewer weights stay dense, as do layers whose factors would not be smaller.

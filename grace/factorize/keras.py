@@ -80,7 +80,7 @@ def _walk(layer: layers.Layer, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _whole(layer: layers.Layer) -> bool:
-    # Returns whether a layer is treated as a single one, together with its sublayers.
+    # Returns whether a layer and its sublayers are treated as one layer.
     return isinstance(layer, (*KINDS, LowRank)) or _low_rank_lstm(layer)
 
 

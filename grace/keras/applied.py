@@ -31,9 +31,9 @@ def innermost(optimizer: Any) -> Any:
 
 @contextmanager
 def deciding(kit: Toolkit, optimizer: Any, grace: Grace, variables: Sequence[Any] | None) -> Iterator[None]:
-    """Decide the exchanges in this block: applied if the optimizer stepped in it, else discarded, as after an error.
+    """Decide the exchanges of this block: applied if the optimizer stepped in it; discarded if not, or after an error.
 
-    ``variables``: those that it may change; None: those that it was built with. Decides inside a graph, too.
+    ``variables``: those that the optimizer may change; None: those that it was built with. Works in graphs, too.
     """
     step = _Step(kit, innermost(optimizer), variables)
     grace.defer_commit = True

@@ -16,7 +16,7 @@ from grace.keras.callbacks import GraceCallback, broadcast_model
 from grace.keras.start import iterations_of
 
 STATES = "states.json"
-"""The file that tells which steps of the Graces belong to which steps of their optimizers."""
+"""The file that records which steps of the Graces belong to which steps of their optimizers."""
 
 
 class BackupAndRestore(GraceCallback, keras.callbacks.BackupAndRestore):

@@ -66,7 +66,7 @@ class BroadcastCallback(GraceCallback):
 
     It warns after the first batch if no worker averaged gradients of the model, for example if a loaded or copied
     optimizer was not wrapped again. When the first epoch begins, it raises ValueError on all workers if their epochs or
-    steps differ, as after a backup that one worker alone has restored.
+    steps differ, for example if only one worker has restored a backup.
     """
 
     def __init__(self, root_rank: int = 0, grace: Grace | None = None):
@@ -83,7 +83,7 @@ class BroadcastCallback(GraceCallback):
         self._done = self._broadcast(first=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Not before: a callback that restores a backup may come later in the list.
+        # Compare now, not earlier: a callback that restores a backup may come later in the list.
         if not self._compared:
             steps = ", ".join(str(iterations_of(self._kit, each)) for each in optimizers_of(self.model))
             self._compare(f"in epoch {epoch} at step {steps}")

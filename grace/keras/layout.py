@@ -1,6 +1,6 @@
 """The layout in which kernels are exchanged.
 
-Keras stores matrices as [in, out]. A blockwise method cuts the flattened matrix into blocks with a scale each, so that
+Keras stores matrices as [in, out]. A blockwise method cuts the flattened matrix into blocks with a scale each, so
 a block would mix several outputs, such as frequent and rare words. Such a method therefore gets matrices as [out, in],
 PyTorch's layout.
 """

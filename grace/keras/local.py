@@ -90,7 +90,7 @@ class LocalCallback(keras.callbacks.Callback):
 
 
 def _end(history: Any, finish: Callable[[], None], logs: Any = None) -> None:
-    # Runs in the place of a History's on_train_end, after all other callbacks of `fit`.
+    # Replaces a History's on_train_end, so that it runs after all other callbacks of `fit`.
     del history.on_train_end
     history.on_train_end(logs)
     finish()

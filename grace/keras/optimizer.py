@@ -110,7 +110,7 @@ def _alive(reference: Any) -> Any:
 
 
 def _apply_means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: Any, apply: Any) -> Any:
-    # ``apply(optimizer, means, variables)``. First check what Keras would reject only after the exchange.
+    # Call ``apply(optimizer, means, variables)``. First check what Keras would reject only after the exchange.
     variables = None if variables is None else list(variables)
     if variables is None and not optimizer.built:
         raise ValueError("build the optimizer first, as optimizer.build(model.trainable_variables), or pass variables")
@@ -135,8 +135,8 @@ class _Inner:
 
 
 def _judge_means(kit: Toolkit) -> None:
-    # Keras's loss scaler decides by its input whether to call the inner optimizer at all. With local gradients, each
-    # worker would decide alone: so if the inner optimizer is distributed, pass the means to the scaler.
+    # Keras's loss scaler skips the inner optimizer if its input is not finite. With local gradients, each worker would
+    # decide on its own. Therefore, if the inner optimizer is distributed, pass the means to the scaler.
     scaler = keras.optimizers.LossScaleOptimizer
     if isinstance(vars(scaler).get("_grace"), _Inner):
         return

@@ -1,4 +1,4 @@
-"""Compares where workers start, once, before their first exchange and in `fit`, so that a restart is equal on all."""
+"""Compares the workers' starting points before the first exchange and in `fit`: after a restart they must be equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def iterations_of(kit: Toolkit, optimizer: Any) -> int:
 
 
 def compare_starts(transport: Transport, start: str, remedy: str) -> None:
-    """Raise ValueError on all workers unless they have the same ``start``, in words. Every worker must call this."""
+    """Raise ValueError on all workers unless their descriptions ``start`` are equal. Every worker must call this."""
     if transport.size == 1 or transport.lockstep:
         return
     first, *others = map(json.loads, transport.exchange(json.dumps(start)))
@@ -38,7 +38,7 @@ def begin(kit: Toolkit, optimizer: Any, grace: Grace, transport: Transport) -> N
     _BEGUN.add(grace)
     with kit.outside_graphs():
         done, steps = iterations_of(kit, optimizer), grace.steps
-        if not transport.elastic:  # other workers may have begun
+        if not transport.elastic:  # in elastic training, other workers may have begun earlier
             compare_starts(
                 transport,
                 f"at step {done} of its optimizer",

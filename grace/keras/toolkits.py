@@ -29,7 +29,7 @@ class Toolkit(ABC):
 
     @abstractmethod
     def backend(self) -> Backend:
-        """The `Backend` of messages that carry variables."""
+        """The `Backend` of messages that contain variables."""
 
     @abstractmethod
     def path_of(self, variable: Any) -> str:
@@ -76,7 +76,7 @@ class Toolkit(ABC):
         return self.tensor(counter)
 
     def tune(self, grace: Grace) -> None:
-        """Count an exchange whose fate is decided, except in a graph; see `Grace.tune`."""
+        """Count an exchange that was applied or discarded, except in a graph; see `Grace.tune`."""
         if not self.inside_graph():
             grace.tune()
 

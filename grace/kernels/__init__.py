@@ -1,11 +1,11 @@
 """C++ kernels for the operations that cost most on a CPU: optional, with the same bits as the plain functions.
 
-Only products, cosine transforms and thc's norms add in another order, so their last bits may differ.
+Only products, cosine transforms and thc's norms add in a different order, so their last bits may differ.
 
 ``library()`` returns them, or None if they are not built (``python -m grace.kernels.build``) or the environment sets
-GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set. On CUDA devices Triton's
-kernels run (`grace.kernels.device`), unless they are off; =triton warns where Triton is missing. Nothing is loaded
-before the first call.
+GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set. On CUDA devices, Triton's
+kernels run instead (`grace.kernels.device`), unless GRACE_KERNELS=off; GRACE_KERNELS=triton warns if Triton is missing.
+Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-"""Names of instruction sets; "neon" and "scalar" are the same portable code, compiled for AArch64 and for others."""
+"""Names of instruction sets; "neon" and "scalar" are the same portable code, for AArch64 and for other CPUs."""
 
 KINDS = ("bfloat16", "fp8", "natural", "dithered", "nearest")
 """Kinds of codes, in the order of kernels.h."""

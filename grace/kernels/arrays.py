@@ -1,4 +1,4 @@
-"""Kernels for a backend's own functions, on host arrays."""
+"""Kernels that implement a backend's array functions, on host arrays."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Compile the kernels: ``python -m grace.kernels.build``. Optional: GRACE works without a compiler, only slower.
 
-Each library is one source file and one command: ``kernels`` is the C interface; ``scalar``, ``avx2`` and ``avx512`` are
-the loops of an instruction set; ``timeline`` is the planner's; a wheel carries these (setup.py). ``tensorflow`` depends
-on the installed TensorFlow. None uses Python's ABI. A file name contains a hash of sources and flags, so that a stale
-library is never loaded.
+Each library is compiled from one source file. A wheel (setup.py) contains ``kernels``, the C interface; ``scalar``,
+``avx2`` and ``avx512``, the loops of an instruction set; and ``timeline``, for the planner. ``tensorflow`` is compiled
+for the installed TensorFlow. No library uses Python's ABI. File names contain a hash of sources and flags, so that a
+stale library is never loaded.
 
-``--native`` compiles the loops of this CPU's best instruction set alone, as `pip install .` does; all take three times
-as long. ``--strict`` installs nothing and fails on a warning; it adds $CXXFLAGS: -O1 takes one minute instead of three.
+``--native`` compiles only the loops of this CPU's best instruction set, as `pip install .` does; all take three times
+as long. ``--strict`` installs nothing, and fails on a warning. It adds $CXXFLAGS: -O1 takes one minute, not three.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def libraries(machine: str = MACHINE) -> dict[str, tuple[str, ...]]:
 
 @cache
 def native() -> tuple[str, ...]:
-    """Names of the libraries that this CPU loads, of all loops its best; all, if the compiler does not say which."""
+    """Names of the libraries that this CPU loads, with only its best loops; all if the compiler cannot tell."""
     cxx, macros = compiler(), set[str]()
     if cxx:
         command = [*cxx, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
@@ -103,7 +103,7 @@ def _cache() -> Path | None:
 
 
 def find(name: str) -> Path | None:
-    """The file of a library built from these sources."""
+    """The file of a library built from these sources; None if there is none."""
     file = file_name(name)
     return next((path for folder in folders() if file and (path := folder / file).is_file()), None)
 
@@ -136,7 +136,7 @@ def compile_library(name: str, target: Path, machine: str = MACHINE, more: Seque
 
 
 def build(*names: str) -> bool:
-    """Compile missing libraries, by default a wheel's; prints one line if that fails."""
+    """Compile the libraries that are missing, by default those of a wheel; print one line if this fails."""
     missing = [name for name in names or libraries() if file_name(name) and not find(name)]
     if not missing:
         return True
@@ -163,7 +163,7 @@ def build(*names: str) -> bool:
 def check() -> bool:
     """Compile everything without warnings, or print the compiler's message."""
     more = ("-Werror", *shlex.split(os.environ.get("CXXFLAGS", "")))
-    # All exports are in api.h, except the timeline's. Older TensorFlows lack the replacements of deprecated names.
+    # No header declares the timeline's exports. Older TensorFlows lack the replacements of deprecated names.
     special = {"timeline": [], "tensorflow": ["-Wno-deprecated-declarations"]}
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -1,4 +1,4 @@
-"""Calls of kernels on a backend's arrays: addresses, and the rows of `schema.CODECS`."""
+"""Calls kernels with the addresses of a backend's arrays, as `schema.CODECS` declares them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def averager(name: str) -> Callable[..., Array]:
 
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-    """Check the dtypes and lengths of payloads (ValueError), as kernels do not; return the payloads, contiguous."""
+    """Return the payloads, contiguous; ValueError for wrong dtypes or lengths, which kernels do not check."""
     if isinstance(payloads, GatheredPayloads) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
         return payloads
     for payload in payloads:

@@ -14,7 +14,7 @@ using grace::Noise;
 using grace::Out;
 using grace::NONE, grace::KEPT, grace::STREAMED, grace::SWAPPED;
 
-// Returns x + residual for the W elements from i on; value_some: for the first `count` of them, padded with zeros.
+// Returns x + residual for the W elements from i on; value_some: for the first `count` elements, padded with zeros.
 template <bool RESIDUAL>
 INLINE F value(const float* x, const float* residual, int64_t i) {
   if constexpr (RESIDUAL) return load(x + i) + load(residual + i);
@@ -27,7 +27,7 @@ INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t co
   return load_some(x + i, count);
 }
 
-// Writes the new residual `left` as OUT says; leave_some: for `count` elements.
+// Writes the new residual `left` in the form OUT (kernels.h); leave_some: writes its first `count` elements.
 template <Out OUT>
 INLINE void leave(const float* x, const float* residual, float* out, int64_t i, F left) {
   if constexpr (OUT == SWAPPED) store(const_cast<float*>(x) + i, load(residual + i));
@@ -58,7 +58,7 @@ struct Total {
   INLINE_MEMBER double result() const { return total(sum); }
 };
 
-// A statistic: the bits of the largest magnitude. They compare as integers, so the result is NaN if any element is NaN.
+// A statistic: the bits of the largest magnitude. As integers, the bits of NaN are largest, so any NaN gives NaN.
 struct Largest {
   I most = fill_int(0);
   INLINE_MEMBER void add(F v) { most = larger(most, magnitude_bits(v)); }
@@ -116,8 +116,8 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
   }
 }
 
-// Calls f<RESIDUAL, OUT>(...), where `residual` and `form` select the template arguments. Without a residual, form is
-// not SWAPPED.
+// Calls f<RESIDUAL, OUT>(...), where `residual` and `form` select the template arguments. Without a residual, form must
+// not be SWAPPED.
 #define FORMS(f, ...)                                                \
   (!residual ? (form == NONE       ? f<false, NONE>(__VA_ARGS__)     \
                 : form == STREAMED ? f<false, STREAMED>(__VA_ARGS__) \
@@ -127,7 +127,7 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
                 : form == SWAPPED  ? f<true, SWAPPED>(__VA_ARGS__)   \
                                    : f<true, KEPT>(__VA_ARGS__)))
 
-// The same for kernels that support only NONE, chosen if `out` is null, and KEPT, chosen otherwise.
+// As FORMS, for kernels that support only two forms: NONE if `out` is null, otherwise KEPT.
 #define KEPT_FORMS(f, ...)                                                       \
   (!residual ? (out ? f<false, KEPT>(__VA_ARGS__) : f<false, NONE>(__VA_ARGS__)) \
              : (out ? f<true, KEPT>(__VA_ARGS__) : f<true, NONE>(__VA_ARGS__)))
@@ -150,7 +150,7 @@ INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
   if (i < n) store_some(out + i, by.divided(load_some(x + i, n - i)), n - i);
 }
 
-// out = x / divisor. The caller issues the fence, because a fence for every small part would take longer than the part.
+// out = x / divisor. If `stream`, the caller must issue the fence: one fence per small part would be slow.
 INLINE void divide_part(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
@@ -181,7 +181,7 @@ INLINE uint32_t mix(uint32_t h) {  // the finaliser of MurmurHash3: grace.core.r
 // out = random words (if INVERSE, their complements), shifted right by SHIFT bits and converted to T.
 template <class T, int SHIFT, bool INVERSE = false>
 INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
-  while (n > 0) {  // each run has one upper half of the counter
+  while (n > 0) {  // within a run, the upper half of the counter is constant
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
     const int32_t size = int32_t(least(least(n, 1 << 30), (int64_t(1) << 32) - int64_t(low)));
     for (int32_t j = 0; j < size; j++) {  // a 32-bit index, so that vectors of indices and of words have the same width
@@ -195,7 +195,7 @@ INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* 
 // `mix` without its last step, which changes only the lower 16 bits.
 INLINE I upper_mixed(I h) { return folded<13>(folded<16>(h) * fill_int(int32_t(0x85EBCA6B))) * fill_int(int32_t(0xC2B2AE35)); }
 
-// out = the top bits of random words, sixteen per entry.
+// out = the top bit of each of n random words, sixteen bits per entry.
 INLINE void top_bits_of_words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, uint16_t* out) {
   const int32_t places[W] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const I place = read(reinterpret_cast<const I*>(places));
@@ -223,7 +223,7 @@ void inverse(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* ou
 
 void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
 
-// out = the noise of `count` positions from `position` on. The range may wrap around the end of the table.
+// out = the noise of positions position .. position + count - 1. The range may wrap around the end of the table.
 INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
   while (count > 0) {
     const int64_t index = position & 65535, run = least(count, 65536 - index);

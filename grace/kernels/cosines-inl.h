@@ -2,9 +2,9 @@
 //
 // A transform of an even size h has two parts. The sums of elements i and h - 1 - i are transformed with size h / 2,
 // which gives the even coefficients. The differences of these elements are multiplied by a symmetric matrix, which
-// gives the odd coefficients. The last transform, of odd size, is one matrix product. Faster algorithms divide by small
-// cosines and need code for each size; this algorithm does neither. Transforms run along the columns of a matrix. To
-// transform rows, the matrix is first transposed in the cache.
+// gives the odd coefficients. Halving ends at an odd size, whose transform is one matrix product. Faster algorithms
+// divide by small cosines and need code for each size; this algorithm does neither. Transforms run along the columns of
+// a matrix. To transform rows, the matrix is first transposed in the cache.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,8 @@ INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.hei
 
 // ---- the transform and its inverse ----------------------------------------------------------------------------------
 
-// Returns sum + x * y. If ONCE, it is rounded once where the machine has FMA; otherwise it has the same bits
-// everywhere.
+// Returns sum + x * y. If ONCE, uses FMA where the machine has it. If not, the result has the same bits on all
+// machines.
 template <bool ONCE>
 INLINE F added(F sum, F x, F y) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
@@ -78,7 +78,7 @@ INLINE void some_products(const float* matrix, int64_t n, int64_t first, const f
   for (int64_t i = 0; i < ROWS; i++) EACH_OF(N) emit(first + i, k * W, sums[i][k]);
 }
 
-// The same for all n rows of a matrix.
+// As some_products, for all n rows of the matrix.
 template <bool ONCE, int64_t N, class Emit>
 INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apart, const Emit& emit) {
   int64_t i = 0;
@@ -196,7 +196,7 @@ INLINE void tile_to(const Tile& tile, const float* x, const float* residual, con
   memset(bench.v + tile.height * bench.lanes, 0, size_t((tile.rows - tile.height) * bench.lanes) * sizeof(float));
 }
 
-// Returns the coefficients of x + residual, float32[rows, columns]. `room` keeps x + residual for demo_left.
+// Returns the coefficients of x + residual, float32[rows, columns]. Leaves x + residual in `room`, for demo_left.
 const float* demo_of(const Tile* tile, const float* x, const float* residual, float* room) {
   const Workbench bench(*tile, room);
   const int64_t rows = tile->rows, columns = tile->columns, lanes = whole(rows);
@@ -227,8 +227,8 @@ INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int
   }
 }
 
-// Decode: returns the tile that the terms stand for, in rows of bench.lanes elements. There are few terms, so the
-// transform along rows adds their basis vectors directly.
+// Decode: returns the values of a tile, in rows of bench.lanes elements. There are few terms, so the transform along
+// rows adds their basis vectors directly.
 OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbench& bench) {
   const float* const matrix = tile.across->matrix;
   int64_t j = 0;
@@ -240,7 +240,7 @@ OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbe
   return bench.other;
 }
 
-// out = x - decode(terms). Without x: out = sum - decode(terms), where demo_of has left the sum in `room`.
+// out = x - decode(terms). If x is null, out = v - decode(terms), where v = x + residual, which demo_of left in `room`.
 void demo_left(const Tile* tile, const Terms* terms, const float* x, float* out, float* room) {
   const Workbench bench(*tile, room);
   const float* const carried = restored(*tile, *terms, bench);
@@ -277,8 +277,8 @@ void demo_values(const Tile* tile, const Terms* terms, float* out, float* room, 
   stream ? tile_values_to<true>(*tile, values, out, sign, bench) : tile_values_to<false>(*tile, values, out, sign, bench);
 }
 
-// most[groups] = the largest key of each group of x + residual. A group holds the positions that are equal modulo
-// `groups`, a multiple of 64. Some of the last n % groups elements may be ignored.
+// most[g] = the largest key (the bits of a magnitude, capped at infinity) of x + residual at positions congruent to g
+// modulo `groups`, a multiple of 64. May ignore some of the last n % groups elements.
 template <bool RESIDUAL, int64_t COUNT>
 INLINE void some_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
   const I cap = fill_int(0x7f800000);
@@ -302,8 +302,8 @@ void groups_largest(const float* x, const float* residual, int64_t n, int64_t gr
            : groups_largest_of<false>(x, nullptr, n, groups, most);
 }
 
-// Returns a bound that exactly k keys reach; if ties prevent that, the k-th largest key. Searches bit by bit, so that
-// no branch depends on a single key. n is a multiple of W, and 1 <= k <= n. Keys of 0 do not count.
+// Returns a bound such that exactly k keys are >= the bound; if ties prevent that, the k-th largest key. Searches bit
+// by bit, so that no branch depends on a single key. n: a multiple of W. 1 <= k <= n. Ignores keys of 0.
 int32_t bound_of(const int32_t* keys, int64_t n, int64_t k) {
   int32_t bound = 0;
   for (int32_t bit = 1 << 30; bit; bit >>= 1) {

@@ -63,7 +63,7 @@ class Codec:
     encode: str
     mean: str
     arrays: tuple[str, ...]
-    """The arguments of the payload's arrays."""
+    """The names of the payload's arrays, which are arguments of the kernels."""
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
     """A function of n and the attributes. Returns the dtype and the length of each payload array; a length of None
     means that the array is absent."""
@@ -131,14 +131,14 @@ def codec(
     """Add the rows NAME_encode and NAME_mean.
 
     ``payload``: for each array dtype[length], where the length is a formula of ``size`` and the ``attributes``.
-    ``encode``, ``mean``: arguments that replace the attributes in the row of this name. ``first``: leading arguments.
-    ``swaps``: whether the encoder has `SWAP`.
+    ``encode``, ``mean``: arguments that replace the attributes in the row NAME_encode or NAME_mean. ``first``: leading
+    arguments. ``swaps``: whether the encoder has `SWAP`.
     """
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
     types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
     pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
     sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
-    # cached: evaluated for each tensor in each step
+    # cached, because each step evaluates it for each tensor
     CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", tuple(payload), lru_cache(1024)(sizes))
 
     def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:

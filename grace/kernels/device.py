@@ -36,7 +36,7 @@ def device_kernels(xp: Any) -> TritonKernels | None:
 def _load(xp: Any, named: bool) -> None:
     # ``named``: whether GRACE_KERNELS names Triton, so that its absence needs a warning.
     if sys.modules.get("triton") is None:
-        if "tensorflow" in sys.modules:  # both contain LLVM, and loading the second copy ends the process
+        if "tensorflow" in sys.modules:  # both contain LLVM, and loading a second copy crashes the process
             give_up(xp, "TensorFlow is loaded: use a process without it")
             return
         if not named and find_spec("triton") is None:

@@ -1,4 +1,4 @@
-// Codes that a table or a formula decodes, as in `grace.kernels.Codes`: bf16, fp8, natural, natural_dithering and
+// Codes that are decoded by a table or a formula (`grace.kernels.Codes`): bf16, fp8, natural, natural_dithering and
 // dettmers8.
 //
 // The compiler vectorises the plain loops here. They work on local arrays of 512 elements.
@@ -131,13 +131,13 @@ INLINE void decode_to(float* sums, const Codec& codec, const LookUp& table, cons
   }
   uint8_t* from = scratch.codes;
   unpack_codes(codes, count, codec.bits, from);
-  if (codec.kind == grace::FP8) {  // with `first` mantissa bits and the bias `second`
+  if (codec.kind == grace::FP8) {  // first: number of mantissa bits; second: exponent bias
     const int32_t rest = (127 - second) << 23, shift = 23 - first, normal = 1 << first;
     const float unit = float_of((128 - second - first) << 23);
     EMIT(float_of(((from[j] & 127) < normal ? as_bits(float(from[j] & 127) * unit) : ((from[j] & 127) << shift) + rest) |
                   int32_t(uint32_t(from[j] & 128) << 24)) *
          scale)
-  } else if (codec.kind == grace::NATURAL) {  // the scale is the exponent field that code 127 stands for
+  } else if (codec.kind == grace::NATURAL) {  // the scale is the exponent field of code 127
     const int32_t top = scale_bits >= 0 && scale_bits < 255 ? scale_bits : 255, below = top - 127;
     if (top == 255) {
       const float nan = float_of(0x7fc00000);
@@ -166,7 +166,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
   Scratch scratch;
   alignas(64) float sums[SOME];
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // `begin` starts a block, unless one block covers all
+  for (int64_t at = begin; at < end; at += block, b++) {  // either `begin` starts a block, or there is one block
     const int64_t stop = least(at + block, end);
     for (int64_t i = at; i < stop; i += SOME) {
       const int64_t count = least(SOME, stop - i);
@@ -189,7 +189,7 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
 
 // ---- encoding -------------------------------------------------------------------------------------------------------
 
-// Rounds to a power of two. Returns its exponent field: 0 for zero and subnormals; at most 254, even for NaN.
+// Rounds to a power of two and returns its exponent field: 0 for zero and subnormals; at most 254, even for NaN.
 INLINE int32_t rounded_field(float x, uint32_t word, bool random) {
   const int32_t bits = as_bits(x) & ABS, mantissa = bits & 0x7fffff;
   const int32_t up = random ? mantissa > int32_t(word >> 9) : mantissa >= 0x400000;
@@ -219,7 +219,7 @@ INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float*
   return bits >= 0x7f800000 ? 255 : most;
 }
 
-// Returns the scale to send, given the largest statistic of a block (`codes_largest`).
+// Returns the scale to send. largest: the statistic of the block (codes_largest).
 INLINE int32_t scale_of(const Codec& codec, int32_t largest) {
   if (codec.kind == grace::NATURAL) return largest < 255 && codec.second ? codec.second : largest;
   return as_bits(float_of(largest) * codec.factor);
@@ -262,7 +262,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         int32_t doublings = (as_bits(magnitude) >> 23) - below;
         doublings = doublings > 0 ? doublings : 0;
         float steps = magnitude * float_of((exponent - doublings) << 23);
-        steps = steps < 64.0f ? steps : 0.0f;  // the condition is false only for elements that are not finite
+        steps = steps < 64.0f ? steps : 0.0f;  // only infinity and NaN fail this test
         int32_t whole;
         if (codec.random) {
           whole = int32_t(steps);
@@ -283,7 +283,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         chosen[j] = uint8_t((chosen[j] ? high : 0) | (v[j] < 0.0f ? 128 : 0));
       }
       memcpy(to, chosen, size_t(count));
-    } else if (codec.kind == grace::DITHERED) {  // with `first` levels
+    } else if (codec.kind == grace::DITHERED) {  // first: number of levels
       const float lowest = float_of((126 + first) << 23);
       const int32_t sign = 1 << (codec.bits - 1);
       for (int64_t j = 0; j < all; j++) {

@@ -86,14 +86,14 @@ uint32_t mixed(uint32_t h) {
 
 int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
-// Returns whether to write `out` with streaming stores. They pay off if `out`, or the total that grace_gathered announced,
-// exceeds the caches, and if the loop does not read `out`, which must be aligned to 16 bytes.
+// Returns whether to write `out` with streaming stores: if `out`, or the total that grace_gathered announced, exceeds
+// the caches; if the loop does not read `out`; and if `out` is aligned to 16 bytes.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
   const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
   return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
-// Returns how the loops write the new residual. swap: whether out aliases residual, which then moves to x.
+// Returns how the loops write the new residual. swap: whether out aliases residual; the old residual then moves to x.
 Out form_of(const float* x, const float* residual, const float* out, int64_t n, int64_t swap = 0) {
   if (!out) return grace::NONE;
   if (swap && residual) return grace::SWAPPED;
@@ -178,7 +178,7 @@ int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   return low;
 }
 
-// Keeps the k largest candidates; at ties, those at lower positions. If out is not null, writes the other candidates
+// Keeps the k largest candidates; among ties, those at lower positions. If out is not null, writes the other candidates
 // back to it. Returns the smallest key that was kept.
 int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out) {
   if (all.count == 0 || k == 0) return 0;
@@ -217,7 +217,7 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
     if (begin >= end) break;
     if (all.capacity < limit) {
       if (!all.reserve(std::min(limit, 2 * all.capacity))) return false;
-    } else {  // at ties the first element wins, so later ones must exceed the smallest candidate
+    } else {  // among ties the first element wins, so later ones must exceed the smallest candidate
       bound = keep_largest(loops, all, k, out) + 1;
     }
   }

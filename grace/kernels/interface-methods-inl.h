@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t BINS = 65536;    // one for each value of the upper 16 bits of a key
 constexpr int64_t MANY = 1 << 15;  // from this many elements on, counting them in bins pays
 
-// Partially sorts keys[n] so that the elements of the given ranks are in place. ranks[many] ascend; keys[0] has rank
-// `begin`.
+// Partially sorts keys[n]: afterwards, the key of each given rank is at index rank - begin. ranks[many] ascend. begin:
+// the rank of the smallest key.
 void rank(int32_t* keys, int64_t n, int64_t begin, const int64_t* ranks, int64_t many) {
   if (many == 0) return;
   const int64_t half = many / 2, place = ranks[half] - begin;
@@ -159,15 +159,15 @@ API void grace_sketch_mean(const Loops* loops, const uint8_t* const* codes, cons
 
 namespace {
 
-// The `count` largest candidates of one sign; at ties, the first ones.
+// The `count` largest candidates of one sign; among ties, the first ones.
 struct Side {
   std::vector<int32_t> keys;
   int64_t count = 0, ties = 0;
   int32_t bound = INT32_MAX;  // the smallest key that is sent
   double sum = 0;
 
-  // Finds the bound among the first `many` keys, which are followed by room for a vector. Returns false if there are
-  // fewer than `wanted`.
+  // Sets the bound to the wanted-th largest of the first `many` keys. `keys` needs room for 16 more. Returns false if
+  // many < wanted.
   bool choose(const Loops* loops, int64_t many, int64_t wanted) {
     if (wanted <= 0) return true;
     if (many < wanted) return false;
@@ -350,7 +350,7 @@ API int64_t grace_excess(const Loops* loops, const float* x, float bound, double
     for (int64_t i = begin; i < end; i += PIECE)
       pieces[size_t(i / PIECE)] = loops->methods->excess(x + i, std::min(PIECE, end - i), bound);
   });
-  grace::Excess all = {};  // added in order, so that threads change no result
+  grace::Excess all = {};  // added in order, so that the result does not depend on threads
   for (const auto& each : pieces) all.count += each.count, all.sum += each.sum, all.squares += each.squares;
   set(found, 0, double(all.count)), set(found, 1, all.sum), set(found, 2, all.squares);
   return 0;
@@ -409,7 +409,7 @@ struct Chunks {
   int64_t a, b, rows, columns, k;
   int64_t across = (b + columns - 1) / columns, many = (a + rows - 1) / rows * across, width = rows * columns;
   int64_t together = rows == 1 ? std::min<int64_t>(64, many) : 1;
-  int64_t above = bits_above(width);  // bits of a place beyond the lower eight
+  int64_t above = bits_above(width);  // bits of an index in a chunk, beyond the lower eight
   Basis down{rows}, side{columns};
 
   static int64_t bits_above(int64_t width) {
@@ -438,7 +438,7 @@ struct Chunks {
       }
     });
   }
-  // Whether the rows of a tile are whole cache lines. If not, streaming stores cost more than they save.
+  // Returns whether the rows of a tile are whole cache lines. If not, streaming stores cost more than they save.
   bool in_lines(const float* out) const {
     return reinterpret_cast<uintptr_t>(out) % 64 == 0 && b % 16 == 0 && columns % 16 == 0;
   }
@@ -468,17 +468,17 @@ struct Scratch {
     values.reserve(all), rows.reserve(all), columns.reserve(all);
     return found.reserve(chunks.width + 16);
   }
-  // Returns the room, aligned to a cache line.
+  // Returns `room`, aligned to a cache line.
   float* begin() { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.data()) + 63) & ~uintptr_t(63)); }
   void clear() { values.clear(), rows.clear(), columns.clear(); }
-  // Adds a term. each: the index of the chunk in its tile.
+  // Adds a term. each: the index of the chunk in its tile. place: the index of the coefficient in the chunk.
   void add(const Chunks& chunks, int64_t each, int32_t place, float value) {
     rows.push_back(chunks.rows == 1 ? int32_t(each) : place / int32_t(chunks.columns));
     columns.push_back(chunks.rows == 1 ? place : place % int32_t(chunks.columns));
     values.push_back(value);
   }
   Terms terms() const { return {int64_t(values.size()), rows.data(), columns.data(), values.data()}; }
-  // Selects the k largest coefficients of a chunk; at ties, those at lower places.
+  // Selects the k largest coefficients of a chunk; among ties, those with lower indices.
   void choose(const Loops* loops, const float* coefficients, int64_t width, int64_t k) {
     int32_t bound = 0;
     if (groups) {
@@ -527,7 +527,7 @@ uint8_t unpack_byte(const uint8_t* bytes, int64_t bits, int64_t i) {
   return uint8_t(code & ((1u << bits) - 1));
 }
 
-// places = the place of each coefficient in its chunk. Returns false if the places of a chunk do not ascend inside it.
+// places = each coefficient's index in its chunk. Returns false unless they ascend in each chunk and lie inside it.
 bool places_of(const Chunks& chunks, const uint8_t* low, const uint8_t* high, std::vector<uint16_t>& places) {
   const int64_t n = chunks.many * chunks.k;
   places.resize(size_t(n));
@@ -749,7 +749,7 @@ API int64_t grace_positions_read(const Loops*, const uint8_t* const* planes, con
 
 namespace {
 
-// Returns the number of bits of a place beyond the lower eight; chunk is a power of two.
+// Returns the number of bits of an index in a chunk, beyond the lower eight. chunk: a power of two.
 int64_t above_byte(int64_t chunk) { return std::max<int64_t>(0, 63 - __builtin_clzll(uint64_t(chunk)) - 8); }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The C interface (api.h): splits work over threads and blocks, and handles single elements. The loops are compiled
 // from loops.cc into one library per instruction set.
 //
-// Results do not depend on the number of threads. Nor do they depend on the instruction set, except for the bits of NaN
-// and the last bits of lowrank_left, lowrank_right and demo's cosine coefficients.
+// Results do not depend on the number of threads. Only these depend on the instruction set: the bits of NaN, and the
+// last bits of lowrank_left, lowrank_right and demo's cosine coefficients.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -154,7 +154,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
   static thread_local Candidates kept_scratch;
   const bool swapped = form == grace::SWAPPED;
   const float* const spent = x;
-  int64_t begun[64] = {}, reached[64] = {};  // the elements that each thread has swapped in its first pass
+  int64_t begun[64] = {}, reached[64] = {};  // range of elements that each thread has swapped in its first pass
   const auto fail = [&] {
     for (int64_t t = 0; swapped && t < 64; t++)
       memcpy(reinterpret_cast<char*>(out) + begun[t] * 4, reinterpret_cast<const char*>(spent) + begun[t] * 4,
@@ -206,7 +206,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
         return 0;
       }
       if (!out) continue;
-      // Too few candidates: write them back. From now on, out holds v.
+      // Too few candidates: write them back. From now on, out holds x + residual.
       for (int64_t t = 0; t < threads; t++)
         for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
       x = out, residual = nullptr, form = grace::KEPT;
@@ -223,7 +223,7 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
   bool failed[64] = {};
   split(m * n, n, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
     Candidates found;
-    int32_t bound = 0;  // guessed from the previous row: slightly below its bound
+    int32_t bound = 0;  // a guess: slightly below the bound of the previous row
     for (int64_t row = begin / n; row < end / n; row++) {
       const float* from = x + row * n;
       int64_t reached = 0;
@@ -720,7 +720,7 @@ constexpr int64_t TRITS = 65280;  // elements of a piece: whole cache lines and 
 // Returns the number of bytes of trits that a byte stands for.
 int64_t length(uint8_t byte) { return std::max<int>(byte, FIRST - 1) - (FIRST - 2); }
 
-// Returns the place of an element in the bytes; `element` is a multiple of 5.
+// Returns the position in the bytes where an element, a multiple of 5, is decoded.
 Runs runs_from(const uint8_t* next, int64_t element) {
   int64_t at = 0;
   while (at < element) at += 5 * length(*next++);

@@ -25,8 +25,8 @@ struct Found {
 // to out, which aliases residual, while x receives the old residual.
 enum Out { NONE, KEPT, STREAMED, SWAPPED };
 
-// qsgd: codes of 1 .. 8 bits, which hold the sign and a level, 0 .. `levels`, stochastically rounded. terngrad (levels
-// == 0): codes of 2 bits for -1, 0 and 1, drawn with the random words of the keys.
+// qsgd: codes of 1 .. 8 bits hold the sign and a level in 0 .. `levels`, stochastically rounded with noise. terngrad
+// (levels == 0): codes of 2 bits stand for -1, 0 and 1, drawn with the random words of key0 and key1.
 struct Qsgd {
   int bits, levels;
   Noise noise;
@@ -39,19 +39,19 @@ struct Halves {
   double below, rest;
 };
 
-// Kinds of codes. `grace.kernels.Codes` describes them, and the fields first, second, top, factor, table of Codec.
+// Kinds of codes. `grace.kernels.Codes` describes them and these fields of Codec: first, second, top, factor, table.
 enum Kind : int32_t { BF16, FP8, NATURAL, DITHERED, NEAREST };
-constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // upper 16 bits of 2^-24 .. 1
+constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // upper 16 bits of floats 2^-24 .. 1
 
 struct Codec {
   int32_t kind, bits, first, second, top, random;
   float factor;            // scale = largest magnitude * factor
   uint32_t key0, key1;     // keys of the random words
   const float* table;      // [2^bits]: the values of codes
-  // [2 * BUCKETS]: an entry per bucket of positive elements, then of negative ones. The upper 16 bits count the
-  // midpoints (between neighbouring table entries) that lie below the bucket. Adding the lower 16 bits of the float,
-  // inverted if it is negative, to the entry carries into this count if the float exceeds the midpoint inside the
-  // bucket.
+  // [2 * BUCKETS]: an entry per bucket of positive floats, then of negative ones. A bucket holds the floats with equal
+  // upper 16 bits. The upper 16 bits of an entry count the midpoints (between neighbouring table entries) below the
+  // bucket. The encoder adds the lower 16 bits of a float, inverted if it is negative, to the entry. This carries into
+  // the count if the float exceeds the midpoint inside the bucket.
   const uint32_t* buckets;
   Noise noise;
 };
@@ -63,8 +63,8 @@ struct Rotation {
 };
 
 // eden: codes of `bits` bits. levels[2^bits]: the values of codes, ascending. middles[2^bits - 1]: the midpoints
-// between them, or null for decoding. The sign of rotation `stream` is bit 31 - stream of each random word. A scale is
-// the sum of |rotated element * level| / divisor; if divisor == 0, it is the unbiased scale.
+// between them, or null for decoding. Rotation `stream` takes its signs from bit 31 - stream of the random words. A
+// scale is the sum of |rotated element * level| / divisor; if divisor == 0, it is the unbiased scale.
 struct Eden {
   int bits, stream;
   float divisor;
@@ -79,20 +79,20 @@ struct Thc {
   Noise noise;
 };
 
-// inceptionn: numbers of 32, 16, 8 or 0 bits. one, two, three: the bit patterns of the smallest magnitudes that are
-// sent in 8, 16 and 32 bits. steps: 7-bit magnitude = magnitude * steps.
+// inceptionn: sends each element in 0, 8, 16 or 32 bits, with tag 0, 1, 2 or 3. one, two, three: the bits of the
+// smallest magnitudes with tags 1, 2 and 3. steps: 7-bit magnitude = magnitude * steps.
 struct Inceptionn {
   int32_t one, two, three;
   float steps;
 };
 
-// inceptionn: the next numbers of 32, 16 and 8 bits to decode.
+// inceptionn: pointers to the next numbers of 32, 16 and 8 bits to decode.
 struct Streams {
   const float* three;
   const uint8_t *two, *one;
 };
 
-// threelc: the next byte to decode, and the number of zeros that remain from a run before it.
+// threelc: the next byte to decode, and the number of zeros of the previous run that are still to be written.
 struct Runs {
   const uint8_t* next;
   int64_t zeros;
@@ -112,9 +112,9 @@ struct Cosines {
 };
 
 // A chunk of rows x columns elements, or, if `down` is null, `rows` chunks of one row each. down, across: the
-// transforms along columns and along rows. Only the first `height` rows exist; they have `width` elements each, but the
-// last of them has `last`. Missing elements count as zeros. stride: distance between rows. next: distance to the next
-// tile, or 0 if there is none.
+// transforms along columns and along rows. At the edge of a matrix, only the first `height` rows exist, with `width`
+// elements each and `last` elements in the last row; missing elements count as zeros. stride: distance between rows.
+// next: distance to the next tile, or 0 if there is none.
 struct Tile {
   const Cosines *down, *across;
   int64_t rows, columns, stride, height, width, last, next;
@@ -133,13 +133,12 @@ struct MethodLoops {
   // lower 16 bits to bins[(key >> 16) + 32768]; bins has 65536 entries, n < 2^24.
   void (*order_keys)(const float* x, int64_t n, int32_t* keys);
   void (*order_bins)(const float* x, int64_t n, uint64_t* bins);
-  // sketch. Looks up codes: place = places[(key >> 16) + 32768], code = place & 255. Elements with place >= 256 are
-  // also written to values and positions, which both need room for 16 elements more. Returns the number of these
-  // elements.
+  // sketch. Looks up codes: place = places[(key >> 16) + 32768], code = place & 255. Also writes the elements with
+  // place >= 256 to values and positions, and returns their number. Both arrays need room for 16 elements more.
   int64_t (*order_codes)(const float* x, int64_t n, const uint16_t* places, int bits, uint8_t* codes, float* values,
                          int32_t* positions);
   // sketch. Encode: code = the number of bounds below the element's key. bounds[512] ascend; at most 2 * step - 1 are
-  // used. For each code, add its elements to sums and their number to members.
+  // used. Adds the elements of each code to sums[code], and their number to members[code].
   void (*sketch_emit)(const float* x, int64_t n, const int32_t* bounds, int step, int bits, uint8_t* codes, double* sums,
                       int64_t* members);
   // sketch. Average. tables[workers, 256]: the value of each code.
@@ -152,7 +151,7 @@ struct MethodLoops {
   void (*inceptionn_count)(const Inceptionn* how, const float* x, int64_t n, int64_t* counts);
   void (*inceptionn_emit)(const Inceptionn* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                           uint8_t* one);
-  // inceptionn. Count: counts[3] += the same three numbers, from packed tags.
+  // inceptionn. Count packed tags: counts[3] += the numbers of elements that are sent in 32, 16 and 8 bits.
   void (*tags_count)(const uint8_t* packed, int64_t count, int64_t* counts);
   void (*inceptionn_sum)(const Inceptionn* how, const uint8_t* const* packed, Streams* from, int64_t workers, float* out,
                          int64_t begin, int64_t end, bool stream);
@@ -167,9 +166,9 @@ struct MethodLoops {
   // left sum = x + residual in `room`. demo_values: out = decode(terms), or its signs if `sign`.
   void (*demo_left)(const Tile* tile, const Terms* terms, const float* x, float* out, float* room);
   void (*demo_values)(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream);
-  // groups_largest: most[g] = the largest key at the positions that equal g modulo `groups`, a multiple of 64.
-  // bound_of: returns a bound that exactly k of n keys reach; if ties prevent that, the k-th largest key. n: a multiple
-  // of 16.
+  // groups_largest: most[g] = the largest key at the positions congruent to g modulo `groups`, a multiple of 64.
+  // bound_of: returns a bound such that exactly k of n keys are >= the bound; if ties prevent that, the k-th largest
+  // key. n: a multiple of 16.
   void (*groups_largest)(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most);
   int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
   // shared_int. Encode a block to integers, int32 if `wide`, else bytes. Decode: out = code / steps * scale; if x is
@@ -241,10 +240,10 @@ struct Loops {
   // for runs of zeros.
   void (*threelc_sum)(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
                       int64_t block, bool runs, bool stream);
-  // codes_largest: returns the statistic of a block or a part of one: the bits of the largest magnitude, or for NATURAL
-  // the largest exponent field after rounding, 255 if an element is not finite. For NATURAL it also writes all fields
-  // to codes, where codes_emit reads them. codes_scale: returns a block's scale, given its largest statistic. position:
-  // the position of x[0] in the stream of random words.
+  // codes_largest: returns the statistic of a block, or of a part of it: the bits of the largest magnitude. NATURAL has
+  // the largest exponent field after rounding, or 255 if an element is not finite; all fields are also written to
+  // codes, where codes_emit reads them. codes_scale: returns a block's scale. largest: the largest statistic of its
+  // parts. position: the position of x[0] in the stream of random words.
   int32_t (*codes_largest)(const Codec* codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
                            int64_t position);
   int32_t (*codes_scale)(const Codec* codec, int32_t largest);

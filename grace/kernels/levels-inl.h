@@ -83,7 +83,7 @@ INLINE void values_of(const float* x, const float* residual, int64_t n, float* v
   for (int64_t i = 0; i < n; i++) v[i] = read(x, i) + read(residual, i);
 }
 
-// Writes the new residual, v - carried, as `form` says.
+// Writes the new residual v - carried in the given form. carried: the decoded values.
 INLINE void leave_values(const float* x, const float* residual, float* out, const float* v, const float* carried,
                          int64_t n, Out form) {
   float left[CHUNK];
@@ -118,7 +118,7 @@ double squares(const float* x, const float* residual, int64_t n, float largest) 
 
 INLINE float norm_of(float largest, double squares) { return largest * __builtin_sqrtf(float(squares)); }
 
-// Computes level / levels, rounded as a division is. For integers up to 127, one correction step suffices.
+// Computes level / levels with the bits of a division. For integers up to 127, one correction step suffices.
 struct Share {
   float by, inverse;
   INLINE_MEMBER explicit Share(int levels) : by(float(levels)), inverse(1.0f / float(levels)) {}
@@ -200,8 +200,8 @@ void qsgd_blocks(const float* x, const float* residual, float* out, uint8_t* cod
   }
 }
 
-// Average, in chunks of `chunk` <= CHUNK elements of a block. For each worker, calls add(worker, block, from, count,
-// sum), which writes the values of worker 0 to sum[count] and adds those of the other workers.
+// Average: out = the mean over workers, in chunks of `chunk` <= CHUNK elements. add(worker, block, from, count, sum)
+// must write the values of worker 0 to sum[count], and add the values of the other workers to it.
 template <class Add>
 INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t end, int64_t block, int64_t chunk,
                            bool stream, const Add& add) {
@@ -373,7 +373,7 @@ INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   int64_t at = from.zeros;
   uint64_t any = 0;
   if (RUNS) memset(trits, 0, FIVES);
-  while (at < n) {  // the only value that an iteration needs from the previous one is the place
+  while (at < n) {  // an iteration depends on the previous one only by `next` and `at`
     const uint8_t byte = *next++;
     const uint64_t five = read(reinterpret_cast<const uint64_t*>(TRITS<RUNS>.of[byte]));
     write(reinterpret_cast<uint64_t*>(trits + at), 0, five);
@@ -384,7 +384,7 @@ INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   return any;
 }
 
-// Converts eight groups of five bits to bytes. The bits of a group are base-3 digits.
+// Converts eight groups of five bits to eight bytes: the bits of a group are read as base-3 digits.
 INLINE uint64_t to_the_base_three(uint64_t bits) {
   const uint64_t one = 0x0101010101010101;
 #if defined(__BMI2__)

@@ -198,22 +198,22 @@ Found select(const float* x, const float* residual, float* out, int64_t n, int32
 
 // ---- low-rank products: powersgd, gradzip, acpsgd, atomo ------------------------------------------------------------
 
-constexpr int64_t RANKS = 8;  // the maximum number of factors that are held in registers
+constexpr int64_t RANKS = 8;  // maximum number of factors held in registers
 
-// Returns how many columns of `count` rows of sums stay in the L1 cache.
+// Returns how many columns of sums, in `count` rows, fit into the L1 cache.
 constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
 
-// Returns how many rows share each load of q: the most of 4, 2 or 1 whose factors, or sums, fit into registers.
+// Returns how many rows share each load of q: 4, 2 or 1, depending on how many factors (or sums) fit into registers.
 constexpr int64_t together(int64_t count) {
   return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
 }
 
-// The same for loops that also write rows. Memory is fastest if few, long rows are written at a time; q then comes from
-// the L2 cache.
+// As `together`, for loops that also write rows. WIDTH: their columns per pass. Memory is fastest if few, long rows are
+// written at a time; q then comes from the L2 cache.
 constexpr int64_t WIDTH = 4096;
 constexpr int64_t written_together(int64_t count) { return together(count) > 2 ? 2 : together(count); }
 
-// Calls CALL(min(count, RANKS)), with a constant as argument.
+// Calls CALL with min(count, RANKS) as a compile-time constant.
 #define RANKED(count, CALL) \
   switch (count) {          \
     case 1: CALL(1); break; \
@@ -232,12 +232,12 @@ INLINE void prefetch_rows(const float* m, int64_t b) {
   for (int64_t i = 0; i < ROWS; i++) __builtin_prefetch(m + (ROWS + i) * b, 0, 2);
 }
 
-// What to do with a product. WRITTEN: out = product. TAKEN: out = x - product. PARTED: as TAKEN, then x = product.
+// How to use a product. WRITTEN: out = product. TAKEN: out = x - product. PARTED: as TAKEN, then x = product.
 // ADDED: out = x + product.
 enum Way { WRITTEN, TAKEN, PARTED, ADDED };
 
-// Computes p[ROWS, COUNT] q[COUNT, b] for COUNT of r factors and columns begin .. end, and uses this product as WAY
-// says.
+// Computes the product p[ROWS, COUNT] q[COUNT, b], with COUNT of the r factors, for columns begin .. end, and uses it
+// as in WAY.
 template <Way WAY, bool STREAM, int64_t ROWS, int64_t COUNT>
 INLINE void product_rows(float* x, const float* p, const float* q, float* out, int64_t b, int64_t r, int64_t begin,
                          int64_t end) {
@@ -294,7 +294,7 @@ INLINE void product_of(float* x, const float* p, const float* q, float* out, int
 #undef SOME
 }
 
-// p[ROWS, r] = m[ROWS, b] q^T, with q[r, b], for COUNT of r columns. If RESIDUAL, m += residual first.
+// p[ROWS, r] = m[ROWS, b] q^T, with q[r, b], for COUNT of the r columns. If RESIDUAL, m += residual first.
 template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
 INLINE void left_rows(float* m, const float* residual, const float* q, float* p, int64_t b, int64_t r) {
   F sums[ROWS][COUNT];
@@ -346,7 +346,7 @@ void lowrank_left(float* m, const float* residual, const float* q, float* p, int
   }
 }
 
-// sums[COUNT, columns(COUNT)] += p^T m, with p[ROWS, r] and m[ROWS, size], for COUNT of r rows.
+// sums[COUNT, columns(COUNT)] += p^T m, with p[ROWS, r] and m[ROWS, size], for COUNT of the r rows.
 template <int64_t ROWS, int64_t COUNT>
 INLINE void right_rows(const float* m, const float* p, float* sums, int64_t b, int64_t r, int64_t size) {
   F factors[ROWS][COUNT];
@@ -366,7 +366,7 @@ INLINE void right_rows(const float* m, const float* p, float* sums, int64_t b, i
   }
 }
 
-// q[r, b] = p^T m, with p[rows, r] and m[rows, b], for COUNT of r rows and columns begin .. end.
+// q[r, b] = p^T m, with p[rows, r] and m[rows, b], for COUNT of the r rows and columns begin .. end.
 template <int64_t COUNT>
 OUTLINE void right_some(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
                         int64_t end) {
@@ -393,7 +393,7 @@ void lowrank_right(const float* m, const float* p, float* q, int64_t rows, int64
   }
 }
 
-// Takes RANKS columns of p and rows of q at a time; later groups continue from the result in out.
+// Processes RANKS columns of p and rows of q at a time; each later group updates the result in out.
 void lowrank_product(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
   if (x)
     product_of<TAKEN, false>(const_cast<float*>(x), p, q, out, rows, b, r, r);

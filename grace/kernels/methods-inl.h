@@ -155,7 +155,7 @@ INLINE T* behind(T* p, int64_t count) {  // p + count, where p need not be align
   return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
-// The signed numbers of up to SOME elements, by tag. counts[tag]: how many numbers have tag 1, 2 and 3.
+// The signed numbers of up to SOME elements, by tag. counts[tag]: how many numbers have this tag (1, 2 or 3).
 struct Parts {
   alignas(64) float three[ROOM];
   alignas(64) uint16_t two[ROOM];
@@ -212,7 +212,7 @@ INLINE void inceptionn_parts(const Inceptionn& how, const float* x, int64_t coun
     const int32_t large = -(m >= how.three), more = -(m >= how.two);  // branch-free, so that the loop vectorises
     words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
   }
-  uint64_t next = 0;  // four counts of 16 bits
+  uint64_t next = 0;  // for each tag, the number of elements so far, in 16 bits
   for (int64_t j = 0; j < all; j++) {
     const int shift = 16 * tags[j];
     found[tags[j]][next >> shift & 0xffff] = words[j];
@@ -240,7 +240,7 @@ void inceptionn_emit(const Inceptionn* how, const float* x, int64_t n, uint8_t* 
   }
 }
 
-// counts[3] += how many of `count` packed tags are 3, 2 and 1.
+// counts[3] += the numbers of tags 3, 2 and 1 among `count` packed tags.
 void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
   int64_t lows = 0, highs = 0, both = 0;  // tags with the lower bit set, with the upper one, with both
   const auto add = [&](uint64_t word) __attribute__((always_inline)) {
@@ -280,7 +280,7 @@ INLINE void inceptionn_add(const Inceptionn& how, grace::Streams& from, const ui
     else
       memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
     const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa), ones = low & ~high;
-    // Masked loads: nothing beyond the arrays is read.
+    // Loads are masked, so that nothing beyond the arrays is read.
     const int many = __builtin_popcount(ones);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(M(lanes(many)), one));
     F all = {_mm512_maskz_expand_ps(M(ones), number(bytes, 7, unit))};
@@ -317,7 +317,7 @@ INLINE void inceptionn_add(const Inceptionn& how, grace::Streams& from, const ui
   from.two += 2 * counts[1], from.one += counts[2];
   alignas(64) uint8_t tags[SOME];
   unpack_codes(packed, count, 2, tags);
-  uint64_t next = 0;  // four counts of 16 bits
+  uint64_t next = 0;  // for each tag, the number of elements so far, in 16 bits
   for (int64_t j = 0; j < count; j++) {
     const int shift = 16 * tags[j];
     const float value = parts[tags[j]][next >> shift & 0xffff];

@@ -18,8 +18,7 @@ using grace::Eden;
 using grace::Rotation;
 using grace::Thc;
 
-// Scratch for a block. Each array has room for `width` elements, which is the number of elements on the wire, but at
-// least W.
+// Scratch for a block. width: the number of elements of each array: that of the block on the wire, but at least W.
 struct Block {
   int64_t width;
   float *v, *rotated;
@@ -34,7 +33,7 @@ struct Block {
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // words = only the top bits of these words, sixteen in each uint16.
+  // words = only the top bit of each of these words, sixteen bits per uint16.
   void draw_signs(const Rotation& rotation, int64_t position) const {
     top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
   }
@@ -131,9 +130,9 @@ INLINE void transform(const Block& block, const Rotation& rotation, const Get& g
 
 template <int BITS>
 struct Quantiser {
-  F levels;             // the values of codes, repeated to sixteen
+  F levels;             // the values of codes, repeated to fill sixteen entries
   F low, high;          // the first two levels
-  F middle, tables[3];  // a binary search: the midpoint of the first step, then those of each further step
+  F middle, tables[3];  // for a binary search: the midpoint of its first step, then those of each further step
   INLINE_MEMBER explicit Quantiser(const Eden& how) {
     float all[2 * W] = {};
     for (int i = 0; i < W; i++) all[i] = read(how.levels, i & ((1 << BITS) - 1));
@@ -142,7 +141,7 @@ struct Quantiser {
     middle = fill(all[(1 << (BITS - 1)) - 1]);
     for (int k = 0; k < BITS - 1; k++) tables[k] = load(all + (1 << k) - 1);
   }
-  // Encode: writes sixteen codes, and returns their levels. x / divisor are the elements in standard deviations.
+  // Encode: writes sixteen codes, and returns their levels. divisor: the standard deviation of the elements.
   INLINE_MEMBER F encode(F x, F divisor, uint8_t* codes) const {
     if constexpr (BITS == 1) {
       const M m = not_below_zero(x);
@@ -332,7 +331,7 @@ void thc_blocks(const Rotation* rotation, const Thc* how, const float* x, const 
   }
 }
 
-// block.rotated = the transform of a block of codes, or of sums of codes, where one step has the value how.factor.
+// block.rotated = the transform of the values of a block's codes, or of sums of codes. how.factor: the size of a step.
 OUTLINE void thc_transform(const Block& block, const Rotation& rotation, const Thc& how, const uint8_t* codes) {
   const F factor = fill(how.factor), cut = fill(how.cut);
   const uint8_t* from = codes;

@@ -1,4 +1,4 @@
-"""Calls of one kernel for many tensors at once, from a table with a row of arguments for each."""
+"""Calls one kernel for many tensors at once, with a table that has a row of arguments for each tensor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Rows:
 
 
 class Copies:
-    """Copies float32 vectors of these lengths by one call."""
+    """Copies many float32 vectors, of these lengths, by one call."""
 
     def __init__(self, library: Library, lengths: Any):
         self._rows = Rows(library, "lowrank_product", len(lengths))

@@ -19,8 +19,8 @@ struct Signs {
   static INLINE_MEMBER M bits(F v) { return not_below_zero(v); }
 };
 
-// Encode: writes the bits and the new residual. `pair` gives the values of set and unset bits. Returns the sum of
-// magnitudes of the next block, which begins `after` elements later.
+// Encode: writes the bits and the new residual. pair: the values of set and unset bits. Returns the sum of magnitudes
+// of the next block, which begins `after` elements later.
 template <bool RESIDUAL, Out OUT, class Pair>
 INLINE double bits_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, const Pair& pair, int64_t n,
                            int64_t after) {

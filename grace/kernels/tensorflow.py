@@ -1,9 +1,9 @@
 """The kernels as TensorFlow CPU operations, eager and inside ``tf.function``; optional, built with the kernels.
 
-`grace.kernels.Library` defines the operations. x, residual and out are float32[n]; ``residual`` may be None.
-``out`` reuses the memory of x or of the residual if nothing else needs it. Invalid arguments, such as a payload of the
-wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if those of the arguments are. There are no
-gradients.
+Operations compute what the methods of `grace.kernels.Library` with the same names do. x, residual and out are
+float32[n]; ``residual`` may be None. ``out`` reuses the memory of x or of the residual if nothing else needs it.
+Invalid arguments, such as a payload of the wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if
+those of the arguments are. There are no gradients.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _ops() -> Any:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    # In eager mode, raise ValueError for invalid payloads, as the other backends do. A running graph raises its own.
+    # In eager mode, raise ValueError for invalid payloads, as other backends do. A graph raises InvalidArgumentError.
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -277,7 +277,7 @@ class TensorflowKernels:
         return first, second
 
     def whole(self, compressor: Compressor) -> bool:
-        """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""
+        """Whether these operations cover the whole method; otherwise NumPy's kernels run it."""
         if name_of(compressor) == "topk":
             return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
         return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd", "eden")

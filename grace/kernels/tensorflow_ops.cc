@@ -1,7 +1,7 @@
 // The kernels as TensorFlow operations for CPUs. out reuses the memory of x or residual if nothing else needs it.
 //
-// Operations check the sizes of x and residual, so that a wrong graph fails with an error, and those of payloads, which
-// come from the network.
+// Operations check the sizes of x and residual, so that a wrong graph fails with an error. They also check the sizes of
+// payloads, which come from the network.
 #include <dlfcn.h>
 
 #include <vector>
@@ -244,8 +244,8 @@ class GraceOp : public OpKernel {
  protected:
   virtual void Run(OpKernelContext* c) = 0;
 
-  // Checks x and the residual, which may be empty. Returns the memory of out, which may be an input's, or null after an
-  // error.
+  // Checks x and the residual, which may be empty. Returns the memory of output `index`, which may be that of an input;
+  // null after an error.
   float* Open(OpKernelContext* c, int index) {
     const Tensor &x = c->input(0), &residual = c->input(1);
     const auto refuse = [c](const char* why) -> float* {
@@ -386,7 +386,7 @@ class SparseMean : public GraceOp {
   }
 };
 
-// The attributes that all operations on rotated blocks have.
+// Reads the attributes that all operations on rotated blocks have.
 class Rotated : public GraceOp {
  public:
   explicit Rotated(OpKernelConstruction* c) : GraceOp(c) {
@@ -528,7 +528,7 @@ REGISTER_KERNEL_BUILDER(Name("GraceNoiseTable").Device(DEVICE_CPU), NoiseTable);
 
 }  // namespace
 
-// Sets the kernel library and the instruction set. Returns 0; 1 if the library cannot be loaded or lacks a kernel.
+// Sets the kernel library and the instruction set. Returns 0, or 1 if the library cannot be loaded or lacks a kernel.
 extern "C" __attribute__((visibility("default"))) int grace_tensorflow_use(const char* path, const void* loops) {
   void* library = dlopen(path, RTLD_NOW);
   if (!library) return 1;

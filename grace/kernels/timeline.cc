@@ -1,5 +1,5 @@
-// _Player of grace.planner.timeline in C++, for searches that simulate thousands of timelines. Additions have the same
-// order, so results have the same bits. Names follow the Python code, which is the reference.
+// _Player of grace.planner.timeline in C++, for searches that simulate thousands of timelines. It adds in the order of
+// the Python code, so results have the same bits. Names follow the Python code, which is the reference.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -73,7 +73,7 @@ struct Timeline {
   bool deferred;
   int64_t stride;
   std::vector<Chain> known;
-  std::vector<int64_t> chains;  // of each tensor, an index into `known`
+  std::vector<int64_t> chains;  // for each tensor, an index into `known`
   std::vector<Moment> moments;
   std::vector<double> last;
   double totals[RESOURCES], gaps[RESOURCES];
@@ -200,8 +200,8 @@ API double grace_timeline_set(void* line, const int64_t* tensors, const int64_t*
   return it->play(*std::min_element(tensors, tensors + n), NEVER, true);
 }
 
-// Returns the total time if these tensors had these chains, or infinity once a lower bound of it reaches `best`. The
-// timeline keeps its chains; the array `chains` is overwritten with them.
+// Returns the total time if these tensors had these chains, or infinity once a lower bound on it reaches `best`. Does
+// not change the timeline. Overwrites chains[n] with the chains that these tensors have in it.
 API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* chains, int64_t n, double best) {
   auto* it = static_cast<Timeline*>(line);
   double kept[RESOURCES];

@@ -1,8 +1,8 @@
 // Vectors of sixteen floats, for AVX-512, AVX2, or the compiler's generic vectors (NEON, SSE2).
 //
-// The width is the same on all instruction sets. So each kernel is written once, and sums have the same order
-// everywhere. Everything is in an unnamed namespace, because the linker must not merge the code of different
-// instruction sets.
+// The width is the same on all instruction sets, so each kernel is written once, and sums have the same order
+// everywhere. Everything is in an unnamed namespace, because the linker must not merge code of different instruction
+// sets.
 //
 // F, I: sixteen floats or int32; D: sixteen partial sums in double precision; M: a mask of sixteen elements. NAME_some
 // functions load or store the first `count` elements.
@@ -100,7 +100,7 @@ INLINE double total(D sum) {  // adds halves pairwise, in the same order on all 
   const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
   return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
 }
-INLINE float total(F x) {  // in the same order
+INLINE float total(F x) {  // in the same order as for D
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
   const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
@@ -118,8 +118,8 @@ INLINE D in_order(D sum) {
   return {_mm512_permutex2var_pd(sum.a, low, sum.b), _mm512_permutex2var_pd(sum.a, high, sum.b)};
 }
 INLINE double total_finite(D sum) { return total(in_order(sum)) * 0x1p896; }
-// sum += x * 2^-896 and squares += x * x, with elements in the order of put_apart; total_finite undoes both changes,
-// and total_squares the order. The products are exact, so fused additions give the same bits.
+// sum += x * 2^-896 and squares += x * x, with elements in the order of put_apart. total_finite undoes the factor and
+// the order, total_squares the order. The products are exact, so fused additions give the same bits.
 INLINE void add_finite(D& sum, D& squares, F x) {
   const __m512d unit = _mm512_set1_pd(0x1p896);
   __m512d even, odd;
@@ -187,7 +187,7 @@ template <int BY>
 INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // x ^ x >> BY
 INLINE uint32_t top_bits(I x) { return _mm512_movepi32_mask(x.v); }
 INLINE F negated(uint32_t bits, F x) { return {_mm512_mask_xor_ps(x.v, M(bits), x.v, _mm512_set1_ps(-0.0f))}; }
-// Writes the elements that the mask selects, and their positions. Returns how many. Both arrays need room for sixteen.
+// Writes the elements that the mask selects, and their positions. Returns their number. Both arrays need room for 16.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
@@ -544,7 +544,7 @@ template <int BY>
 INLINE I folded(I x) { EACH x.v[i] ^= (i4)((u4)x.v[i] >> BY); return x; }
 INLINE uint32_t top_bits(I x) { EACH x.v[i] >>= 31; return bits_of(x); }
 INLINE F negated(uint32_t bits, F x) {
-  const M set = mask_of(bits);  // a mask, since SSE2 cannot shift each element by another distance
+  const M set = mask_of(bits);  // a mask, since SSE2 cannot shift each element by a different distance
   EACH x.v[i] = (f4)((i4)x.v[i] ^ (set.v[i] & INT32_MIN));
   return x;
 }
@@ -593,7 +593,7 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
-// The same as for AVX-512, but with the plain conversion of floats to doubles, which is as fast here.
+// As for AVX-512, but with the plain conversion of floats to doubles, which is as fast here.
 INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
 INLINE double total_finite(D sum) { return total(sum); }
 INLINE double total_squares(D squares) { return total(squares); }
@@ -618,7 +618,7 @@ template <int BITS>
 struct Scaled {
   static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F step;  // the value of one step; if BITS < 8, a table of 16 entries: each code's value, repeated
+  F step;  // the value of one step; if BITS < 8, the values of all codes, repeated to fill 16 entries
   INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];

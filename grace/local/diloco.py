@@ -65,7 +65,7 @@ class DiLoCo:
         self._exchange = Exchange(grace, self.settings, weights, self._progress)
         self._settled = False
         self._waiting: tuple[State, ...] = ()  # states that were loaded before `build`
-        self._left: Any = None  # a sample of the parameters as the last step or landing left them; None: unknown
+        self._left: Any = None  # a sample of the parameters after the last step or landing; None: unknown
 
     # -- the part of Grace's interface that checkpoints and elastic jobs use ------------------------------------------
     @property
@@ -251,7 +251,7 @@ class DiLoCo:
             yield
         change = yield from exchange.agreed(exchange.handshake(finish=True, change=self._change()))
         if exchange.flight is not None:
-            if change is Change.WRITTEN:  # the parameters to average include what is in flight
+            if change is Change.WRITTEN:  # the parameters to average include the change in flight
                 exchange.drop()
             else:
                 exchange.land(self.settings.fragment_update_alpha)
@@ -342,9 +342,9 @@ class DiLoCo:
 
         Load the worker's parameters and optimizer first. For another number of workers a new slot begins, parameters
         become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` the states are stored,
-        and `build` loads them. Parameters may have other names now, as `torch.compile` and Keras's `load_model` give
-        them, if shapes and the ends of names match. Raises ValueError, and changes nothing, for a state that does not
-        fit.
+        and `build` loads them. Parameters may have new names, such as those that `torch.compile` and Keras's
+        `load_model` assign, if shapes and the ends of names match. Raises ValueError, and changes nothing, for a state
+        that does not fit.
         """
         states = self._checked(states)
         if not self.built:
@@ -364,7 +364,7 @@ class DiLoCo:
                 deltas = {name: self._model.loaded(array) for name, array in sent.items()}
                 first, *side = map(self._model.loaded, states[0]["side"])
                 if self._weights is not None:
-                    side = [first[-1:], *side]  # older states have two more numbers before the weight
+                    side = [first[-1:], *side]  # older states have two other numbers before the weight
                 place = self._exchange.handshake(finish=False)
                 self._exchange.start((self._progress.turns % self.settings.parts,), deltas, tuple(side), place)
 
@@ -442,8 +442,8 @@ def in_turn(runs: Iterable[Iterator[None]]) -> None:
 
 
 def _graces(states: Sequence[State]) -> list[State]:
-    # Returns the states of the Graces with one step count, because a worker that missed the last landing has made fewer
-    # steps.
+    # Returns the states of the Graces, all with the largest step count: a worker that missed the last landing has a
+    # smaller one.
     step = max((state["grace"]["step"] for state in states), default=0)
     return [{**state["grace"], "step": step} for state in states]
 

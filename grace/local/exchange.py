@@ -23,8 +23,8 @@ class Flight:
     """An exchange of fragments in flight.
 
     ``deltas``: the pseudo-gradients by name. ``side``: arrays that are summed uncompressed: float32[1] with the
-    worker's weight, if workers have weights, and buffers. ``handshake``: the message that goes first; None if the
-    workers' places have been compared already. ``delayed``: the exchange lands in a later step, so a checkpoint may
+    worker's weight, if workers have weights, and buffers. ``handshake``: the message sent first; None if the
+    workers' progress has already been compared. ``delayed``: the exchange lands in a later step, so a checkpoint may
     need the pseudo-gradients.
     """
 
@@ -47,7 +47,7 @@ class Flight:
         self._background: Future[None] | None = None
 
     def start(self, at_once: bool, executor: Executor | None) -> None:
-        """Send the handshake and, if ``at_once``, the first round; else `advance` does, once the handshake is checked.
+        """Send the handshake and, if ``at_once``, the first round; otherwise `advance` sends it after the handshake.
 
         ``executor``: runs the whole exchange, for a toolkit whose operations block.
         """
@@ -180,8 +180,8 @@ class Exchange:
 
     @property
     def _in_background(self) -> bool:
-        # Returns whether to use another thread: Horovod's TensorFlow operations block, and as Horovod matches messages
-        # by name, any thread may issue them.
+        # Returns whether to use another thread, since Horovod's TensorFlow operations block. Any thread may issue them,
+        # because Horovod matches messages by name.
         return self._delayed and self._grace.xp.traced and not self._grace.transport.lockstep
 
     def start(

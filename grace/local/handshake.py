@@ -1,4 +1,4 @@
-"""The handshake before each exchange of local training: all workers are at the same place, or all raise."""
+"""The handshake before each exchange of local training: if the workers' progress differs, all raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REMEDY = (
 
 
 class Change(IntEnum):
-    """What a worker has to exchange in `DiLoCo.finish`, in ascending order; all workers follow the largest."""
+    """What a worker has to exchange in `DiLoCo.finish`, in ascending order; the largest decides for all workers."""
 
     NONE = 0
     BUFFERS = 1
@@ -27,14 +27,14 @@ class Change(IntEnum):
     STEPS = 2
     """The optimizer's steps moved the parameters."""
     WRITTEN = 3
-    """Something else wrote the parameters after the last step or landing: an average, a checkpoint, the best so far."""
+    """Something else wrote the parameters after the last step or landing, such as a checkpoint or averaged weights."""
 
 
 class Handshake:
-    """Compares the workers' places in one message, whose name and size are the same for every kind of exchange.
+    """Compares the workers' progress in one message, whose name and size are the same for every kind of exchange.
 
-    A place: the numbers of steps, ended slots and landings, and ``finish``, whether this worker is in `DiLoCo.finish`.
-    So workers at different places raise here, before messages of different sizes meet. ``change``: see `Change`.
+    Compared: the numbers of steps, ended slots and landings, and ``finish``, whether this worker is in `DiLoCo.finish`.
+    If it differs, the workers raise here, before messages of different sizes meet. ``change``: see `Change`.
     """
 
     def __init__(self, transport: Transport, xp: Any, name: str, progress: Progress, finish: bool, change: Change):
@@ -49,12 +49,12 @@ class Handshake:
         """Bytes of the message."""
 
     def start(self) -> None:
-        """Send this worker's place."""
+        """Send this worker's progress."""
         if self._transport.size > 1:
             self._wait = self._transport.start([Reduce((self._sent,), "max")], f"local.{self._name}.place")
 
     def check(self) -> Change:
-        """Wait for the other workers; returns the largest change. Raises OutOfStep on all if their places differ."""
+        """Wait for the other workers; returns the largest change. Raises OutOfStep on all if progress differs."""
         if self._transport.size == 1:
             return self._change
         ((found,),) = self._wait()

@@ -65,7 +65,7 @@ class Model:
         buffers = {name: each for name, each in buffers.items() if xp.dtype(access.read(each)) in FLOATS}
         model = cls(xp, access, on_host, parameters, buffers, tensors)
         count, length = SAMPLED
-        for name in [*reversed(tensors)][:: -(-len(tensors) // count)]:  # the last, often a head, is one of them
+        for name in [*reversed(tensors)][:: -(-len(tensors) // count)]:  # includes the last tensor, often a head
             size = tensors[name].size
             places = range(0, size, max(1, size // length))
             model.sampled[name] = xp.asarray(list(places[:length]), "int32")

@@ -21,8 +21,8 @@ BY_UNIT = ("tensors", "points", "strategies", "policy")
 def under_own_names(state: Mapping[str, Any], mine: Shapes) -> Mapping[str, Any]:
     """A state of local training under the model's names. ``mine``: the parameters' shapes by name.
 
-    Two names match if their shapes are equal, one ends with the other, compared part by part, and neither matches a
-    third; or if they differ only in the numbers that Keras assigns. Raises ValueError, naming the remedy, otherwise.
+    Two names match if their shapes are equal, one name ends with the other (compared part by part), and neither matches
+    a third name; or if they differ only in numbers that Keras assigns. Otherwise raises ValueError, naming the remedy.
     """
     theirs = {name: tuple(array.shape) for name, array in state["base"].items()}
     if theirs == mine:

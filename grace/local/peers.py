@@ -17,7 +17,7 @@ class PeerMean(Compressor):
 
     ``average``: "workers" divides a sum by the number of workers; "senders" divides each element by the number of
     workers whose decoded payload is not zero there. ``clip``: "median" scales a decoded payload down to the median
-    norm of the workers' payloads of the tensor if its norm is larger (of an even number, to the lower middle norm). A
+    norm of the workers' payloads of the tensor if its norm is larger (for an even number, to the lower middle norm). A
     memory feeds back errors of compression alone, not those of clipping. Made for communicator "allgather"; with
     "twostage" the norms are those of shards. Raises ValueError for a compressor whose payloads are summed, agreed on or
     voted with.

@@ -69,7 +69,7 @@ class DGC(Memory):
         """The gradient, scaled down if its norm exceeds ``gradient_clipping``."""
         if not self.gradient_clipping:
             return x
-        # Relative to the largest element, so that squares do not overflow.
+        # Scale by the largest element, so that squares do not overflow.
         xp, largest = ctx.xp, ctx.xp.max(ctx.xp.abs(x))
         relative = x / xp.where(largest == 0, 1.0, largest)
         norm = largest * xp.sqrt(xp.sum(relative * relative))
@@ -89,7 +89,7 @@ class DGC(Memory):
         return step, {"momentum": u}
 
     def _momentum(self, xp: Any, g: Array, u: Array) -> tuple[Array, Array]:
-        # The next momentum, and its contribution to v. u is donated.
+        # Returns the next momentum and its contribution to v. u is donated.
         if self.nesterov:
             u = xp.inplace.multiply(xp.inplace.add(u, g), self.momentum)
             return u, u + g

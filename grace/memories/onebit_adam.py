@@ -83,7 +83,7 @@ class OneBitAdam(Memory):
         return {"momentum": zeros, "second": zeros, "decay": ctx.xp.full(2, 1.0)}
 
     def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        # Exact means would need no freezing, but all tensors must share one learning rate.
+        # A dense tensor's means are exact and need no freezing, but all tensors must share one learning rate.
         xp = ctx.xp
         learned = self._learn(mean, state, ctx)
         momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)
@@ -93,7 +93,7 @@ class OneBitAdam(Memory):
         return update, {**learned, "momentum": momentum}
 
     def warm(self, ctx: Context) -> Any:
-        """Whether the warm-up still learns the second moment."""
+        """Return whether the warm-up still learns the second moment."""
         return ctx.step < self.freeze_step
 
     def _learn(self, mean: Array, state: State, ctx: Context) -> State:
@@ -113,7 +113,7 @@ class OneBitAdam(Memory):
         return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)
 
     def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
-        # `_adam`, with substitutes for second moments that the warm-up has not learned.
+        # As `_adam`, with substitutes for second moments that the warm-up has not learned.
         xp, dtype, second = ctx.xp, ctx.xp.dtype(momentum), state["second"]
         number = xp.sum(xp.cast(second > 0, dtype))
         usual = xp.sum(second) / xp.maximum(number, 1.0)

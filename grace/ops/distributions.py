@@ -71,7 +71,7 @@ def gamma_quantile(xp: Any, shape: Array, share: Array) -> Array:
     upper = xp.exp(share)
     lower = 1.0 - upper
     less = shape - 1.0
-    # Starting points. Shapes above 1: a normal quantile's cube. Up to 1: a power near zero, a logarithm in the tail.
+    # Starting points: the cube of a normal quantile for shapes above 1; else a power near zero, a log in the tail.
     rest = xp.minimum(upper, lower)
     t = xp.sqrt(-2.0 * xp.log(rest))
     normal = (2.30753 + t * 0.27061) / (1.0 + t * (0.99229 + t * 0.04481)) - t

@@ -73,8 +73,8 @@ class Verdict:
     codec_seconds: float
     """Seconds of encoding and decoding per step, hidden or not."""
     break_even: float | None
-    """Bandwidth, in bytes per second, up to which the method beats dense gradients; infinity if it does in the whole
-    search range, None if nowhere in it.
+    """Bandwidth, in bytes per second, up to which the method beats dense gradients; infinity if it does for all
+    bandwidths of the search range, None if for none.
     """
     limit: str
     """The term whose removal would help most: one of `TERMS`."""
@@ -85,7 +85,7 @@ class Verdict:
     exchange: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `grace.grace_from_params` for this way; `grace plan -o plan.json` writes a plan."""
     quality: measured.Quality | None = None
-    """What stored trainings showed of the method; None: no training of it is stored."""
+    """The method's results in stored trainings; None if none is stored."""
 
     @property
     def kept(self) -> bool:
@@ -188,7 +188,7 @@ Step = Callable[[Profile, Cluster, Codec | None], float]
 
 
 def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], bucket_mb: float = BUCKET_MB) -> Advice:
-    """Compare methods with dense gradients on a cluster, each in every way that can carry it, and with a plan.
+    """Compare methods with dense gradients on a cluster, each in every way that supports it, and with a plan.
 
     ``bucket_mb``: size of GRACE's buckets. Nothing is run: the result is only as good as the given or measured costs of
     links and compressors.
@@ -215,7 +215,7 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
 
 
 def _planned(profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> planner.Planned | None:
-    # Returns None if no strategy can carry the method, or if its communicator is fixed.
+    # Returns None if no strategy supports the method, or if its communicator is fixed.
     try:
         planner.refuse(codec.params)
     except ValueError:
@@ -280,9 +280,9 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 def break_even(cluster: Cluster, pays: Callable[[Cluster], bool]) -> float | None:
-    """The bandwidth, in bytes per second, up to which ``pays`` returns True; infinity if it does in the whole search
-    range, None if nowhere in it. ``pays``: takes a cluster with another bandwidth; gains are assumed to shrink with
-    bandwidth.
+    """The bandwidth, in bytes per second, up to which ``pays`` returns True; infinity if it does for all bandwidths of
+    the search range, None if for none. ``pays``: takes a cluster with another bandwidth; gains are assumed to shrink
+    with bandwidth.
     """
 
     def gain(exponent: float) -> bool:

@@ -158,7 +158,7 @@ class Costs:
 
     @cached_property
     def _tree(self) -> list[Option]:
-        # Returns the strategies with which communicator "planned" can carry this method, with all compressions on the
+        # Returns the strategies with which communicator "planned" supports this method, with all compressions on the
         # first device.
         method, _ = triple(self.codec.params)
         summed = summable(method.compressor)
@@ -170,7 +170,7 @@ class Costs:
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
     def last(self, sizes: Sequence[int]) -> dict[int, Chain]:
-        """By index, chains of small tensors: the last tensor's message carries all. {} if the last tensor is large."""
+        """Chains of the small tensors, by index: all share the last one's message. {} if the last tensor is large."""
         small = [number for number, size in enumerate(sizes) if size < self.min_numel]
         if not small or small[-1] < len(sizes) - 1:
             return {}

@@ -135,7 +135,7 @@ def compare(
     """Compare local training with synchronous training, dense and with each method, in all ways except plans.
 
     ``settings``: only the schedule matters. ``bucket_mb``: size of GRACE's buckets. Raises ValueError for a method
-    that no way can carry, and for more fragments than tensors.
+    that no way supports, and for more fragments than tensors.
     """
     computation = profile.forward + profile.backward
     parts = _fragments(profile, settings)

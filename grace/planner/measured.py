@@ -21,12 +21,12 @@ RECOMMENDED: tuple[Mapping[str, Any], ...] = (
     {"compressor": "powersgd", "compress_rank": 16},
     {"compressor": "fp16"},
 )
-"""What `grace methods` and `grace advise` recommend: methods that kept the quality of dense gradients in all tasks."""
+"""Methods that `grace methods` and `grace advise` recommend: they kept the quality of dense gradients in all tasks."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What trainings showed of a method, each beside one with dense gradients."""
+    """The results of trainings with a method, each compared with a training with dense gradients."""
 
     kept: tuple[str, ...]
     """Tasks in which all trainings ended at most 3 % below the quality of dense gradients."""

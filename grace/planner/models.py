@@ -100,7 +100,7 @@ def bert_base(tokens: int = 128) -> list[Layer]:
     """
     width, inner, words = 768, 3072, 30522
     found = [
-        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens * 0.15),  # the masked tokens' scores
+        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens * 0.15),  # scores of masked tokens
         Layer("embeddings.position", (512, width), 4.0 * width * tokens),
         Layer("embeddings.type", (2, width), 4.0 * width * tokens),
         *_norm("embeddings.norm", width, tokens),

@@ -69,7 +69,7 @@ class Plan:
     basis: Basis | None = field(default=None, compare=False)
     """All inputs, for replanning; None in plans of earlier versions."""
     way: str = ways.PLAN
-    """One of `ways.NAMES`: `ways.PLAN`, or the communicator that exchanges all tensors, in buckets, in its place."""
+    """One of `ways.NAMES`: `ways.PLAN`, or the communicator that exchanges all tensors in buckets instead."""
 
     def exchange(self, file: str | os.PathLike[str] = "plan.json") -> dict[str, Any]:
         """Keys of `grace.grace_from_params` for the predicted exchange. ``file``: path of the saved plan.
@@ -188,7 +188,7 @@ class Basis:
     codecs: tuple[Codec, ...]
     """Costs of the plan's compressor, then of its other settings, such as the levels of a policy."""
     devices: tuple[Device, ...]
-    """The allowed devices; they, ``max_compressions`` and ``min_numel`` are as in `Costs`."""
+    """The allowed devices. ``devices``, ``max_compressions`` and ``min_numel``: as in `Costs`."""
     max_compressions: int | None = None
     min_numel: int = MIN_NUMEL
     mode: Mode = "refined"
@@ -301,7 +301,7 @@ def make(
     of the backward pass, as in GRACE; False: they start as early as possible, as in Espresso. ``others``: costs of the
     compressor's other settings, stored with the plan for policies that change them. ``bucket_mb``: size of GRACE's
     buckets. If a communicator for all tensors in buckets (one of `ways.NAMES`) is at least as fast as the strategies
-    that the search finds, the plan uses it. ValueError for a method that no strategy of the tree can carry.
+    that the search finds, the plan uses it. ValueError for a method that no strategy of the tree supports.
     """
     refuse(costs.codec.params)
     problem = Problem.of(profile, costs, servers, deferred)
@@ -389,7 +389,7 @@ def predict(
 
 
 def refuse(params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a method that no strategy of the tree can carry."""
+    """Raise ValueError for a method that no strategy of the tree supports."""
     from grace.core import Combine, name_of
 
     method, _ = triple(params)

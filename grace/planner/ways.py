@@ -24,7 +24,7 @@ from grace.planner.timeline import Chain, Span, Timeline
 
 BUCKET_MB = 25.0
 PLAN = "plan"
-"""Stands in place of a way's name if each tensor has its own strategy."""
+"""Used instead of a way's name if each tensor has its own strategy."""
 _PAYLOADS = {
     "allreduce": "compress(gpu) allreduce*({0}) decompress(gpu)",
     "allgather": "compress(gpu) allgather*({0}) decompress(gpu)",
@@ -72,10 +72,10 @@ def dense(cluster: Cluster) -> list[Way]:
 
 
 def every(params: Mapping[str, Any], cluster: Cluster) -> list[Way]:
-    """The ways that can carry a method, restricted to the communicator in ``params`` if there is one.
+    """The ways that support a method, restricted to the communicator in ``params`` if there is one.
 
     ``params``: as for `grace.grace_from_params`: a compressor and optionally a memory and a communicator. ValueError if
-    no way can carry it.
+    no way supports it.
     """
     method, named = triple(params)
     found = [way for name, way in FLAT.items() if _carries(name, method, cluster.workers)]
@@ -164,7 +164,7 @@ def play(
     # time in the backward pass at which each bucket is complete
     ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]
     backward = [end - begin for begin, end in pairwise([0.0, *ready])]
-    alone = 0 if way is DENSE else min_numel  # larger tensors go this way, smaller ones by a plain allreduce
+    alone = 0 if way is DENSE else min_numel  # tensors of fewer elements use a plain allreduce
     chains: list[Chain] = []
     labels = []
     for bucket in laid:

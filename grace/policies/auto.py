@@ -44,8 +44,8 @@ FACTOR = 0.5
 
 With the best learning rate the progress of a step is proportional to |G|² / (|G|² + the noise in the mean), G being the
 gradient of the whole data (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
-section 2.2). The squared mean gradient is that denominator, so noise of r times its size divides progress by 1 + r: a
-factor of 1. Measured factors are 0 to 1.7 (docs/noise.md, `python -m benchmarks.noise`).
+section 2.2). The squared mean gradient is that denominator, so noise of r times its size divides progress by 1 + r:
+FACTOR would be 1. Measured factors are 0 to 1.7 (docs/noise.md, `python -m benchmarks.noise`).
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
@@ -187,7 +187,7 @@ class Auto(Policy):
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
     def _watched(self, decision: Decision, memo: dict[str, Any]) -> Decision:
-        # The decision after a check of the chosen method's noise.
+        # Returns the decision after a check of the chosen method's noise.
         watched, best = memo.get("watched", 0), self._best(memo, _current(decision))
         later = {"watched": watched + 1} if EARLY << watched < self.watch_steps else {}
         return self._go(decision, best, {**memo, **later, "chosen": best})
@@ -207,8 +207,8 @@ class Auto(Policy):
         return [DENSE, *sorted(tried, key=lambda level: level in self._feedback)]
 
     def _next(self, level: int, memo: Mapping[str, Any]) -> int | None:
-        # The next level to try; None if there is none. Skips levels whose compressor was already too noisy at another
-        # level with an error bound at most as large.
+        # The next level to try; None if there is none. Skips a level if its compressor was too noisy at another
+        # level whose error bound is no larger.
         order = self._order()
         limits: dict[str, float] = {}
         for key in memo["errors"]:

@@ -23,7 +23,7 @@ NARROW = 2**16
 class ExampleTopK(Placed):
     """Send the elements of largest magnitude of each example: `topk`, for all examples of a batch at once.
 
-    The context's first dimension counts the examples. Payload: values float32[m k]; places within the example, as
+    The context's first dimension counts the examples. Payload: values float32[m k]; positions in the example, as
     uint8[m k] and packed higher bits, or int32[m k] if an example has more than 65536 elements.
     k = floor(compress_ratio * n), at least 1.
     Rudakov et al., arXiv:2401.07788, section 3.
@@ -57,7 +57,7 @@ class ExampleTopK(Placed):
 
 @dataclass(frozen=True)
 class AllLevels(BlockInt):
-    """Round as `blockint`, but to all 2**bits levels: those of AQ-SGD, of which 0 is one and the largest magnitude not.
+    """Round as `blockint`, but to all 2**bits levels of AQ-SGD, which include 0, but not the largest magnitude.
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L - 1 with L = 2**(bits - 1); scales float32[m]. A
     code stands for code * (scale / L), so an element of scale itself becomes (1 - 1 / L) * scale.
@@ -75,7 +75,7 @@ class AllLevels(BlockInt):
         return 1 << (self.bits - 1)
 
     def contraction(self, n: int) -> float | None:
-        # No element's error exceeds the element, and that of the largest is at most 1 / L of it.
+        # No error exceeds its element, and the largest element's error is at most 1 / L of that element.
         return (1 - 1 / self.top**2) / max(1, min(n, self.traits.block_size or n))
 
     def _codes(self, steps: Array, ctx: Context) -> Array:
@@ -86,8 +86,8 @@ class AllLevels(BlockInt):
 class Codec:
     """Compresses each example of a batch by itself. ``ctx.shape`` is the batch's: its first dimension counts examples.
 
-    A batch becomes one payload where that equals compressing each example alone: if each fills whole blocks and bytes,
-    for a single example, and for `ExampleTopK`.
+    A batch becomes one payload if this equals compressing each example alone: if each example fills whole blocks and
+    bytes, for a single example, and for `ExampleTopK`.
     """
 
     compressor: Compressor

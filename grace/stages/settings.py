@@ -28,8 +28,8 @@ class Direction:
     compressor: Compressor
     feedback: str = "none"
     masked: bool = False
-    """Whether only the elements that were sent forward are sent: true of the backward direction with same_mask, whose
-    compressor is then that of the forward direction.
+    """Whether only elements that were sent forward are sent. True for the backward direction with same_mask, which then
+    uses the compressor of the forward direction.
     """
     seed: int = 0
     debug: bool = False
@@ -105,7 +105,7 @@ def directions(
     effect. ``samples``, ``stored``, ``storage``: for "aq": the number of examples in the data set; the dtype of stored
     activations, "float16" or "float32"; a folder for memory-mapped files, or None for memory.
     ``seed``: for stochastic rounding; give data-parallel replicas different seeds.
-    ``debug``: messages carry a digest of the values that the receiver must compute with.
+    ``debug``: messages contain a digest of the values that the receiver must compute with.
     """
     if feedback not in FEEDBACKS:
         raise ValueError(f"feedback={feedback!r}: choose one of {', '.join(FEEDBACKS)}")

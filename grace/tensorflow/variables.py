@@ -131,7 +131,7 @@ def check_replicas(strategy: Any = None) -> None:
 
 
 def _check_workers(number: int) -> None:
-    # Check that a graph runs with as many workers as it was traced for: otherwise it would silently omit some.
+    # Check that a graph runs with as many workers as it was traced for: otherwise it would silently omit some workers.
     from horovod.tensorflow import size_op
 
     tf.debugging.assert_equal(

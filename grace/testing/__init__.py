@@ -94,7 +94,7 @@ def check_communicator(
 ) -> None:
     """Check a communicator against all laws, as `check_compressor` does.
 
-    ``compressors``: compressors to carry; None: every registered one that it accepts with default parameters.
+    ``compressors``: compressors to test it with; None: every registered one that it accepts with default parameters.
     The communicator must reject all others by ValueError, which is a law, too. The laws concern whole gradients:
     ValueError for a communicator that reduce-scatters.
     """

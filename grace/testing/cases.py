@@ -25,13 +25,13 @@ from grace.transports.local import LocalTransport, World
 SIZES = (0, 1, 7, 8, 9, 1000, 5000)
 MATRICES = ((3, 5), (8, 8), (40, 25), (4, 3, 3, 8))
 SHAPE: ContextVar[tuple[int, ...] | None] = ContextVar("shape", default=None)
-"""The shape with which a law deals, for its error."""
+"""The shape that a law is checking, for its error message."""
 WIRE = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
 """The dtypes that arrays of a payload may have."""
 
 
 class Laws(dict[str, Callable[..., None]]):
-    """Laws: functions that check something, by name."""
+    """Laws by name: functions that raise AssertionError if the law is violated."""
 
     def add(self, check: Callable[..., None]) -> Callable[..., None]:
         """Decorator: add a function to the laws."""
@@ -40,7 +40,7 @@ class Laws(dict[str, Callable[..., None]]):
 
 
 def fully(xp: Any) -> bool:
-    """Whether the laws run in full: on NumPy. Other toolkits, which are slower, get fewer cases."""
+    """Return whether the laws run in full: on NumPy. Other toolkits, which are slower, get fewer cases."""
     return bool(xp.name == "numpy")
 
 
@@ -99,7 +99,7 @@ def host(xp: Any, arrays: Any) -> list[Any]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether shapes, dtypes and bits are equal, array by array."""
+    """Return whether shapes, dtypes and bits are equal, array by array."""
     return [(a.shape, a.dtype, a.tobytes()) for a in one] == [(b.shape, b.dtype, b.tobytes()) for b in two]
 
 
@@ -195,7 +195,7 @@ def states(graces: list[Any]) -> list[dict[tuple[str, str], Any]]:
 
 
 def unchanged(one: Any, two: Any) -> bool:
-    """Whether states are equal, bit by bit."""
+    """Return whether states are equal, bit by bit."""
     return [{key: a.tobytes() for key, a in worker.items()} for worker in one] == [
         {key: a.tobytes() for key, a in worker.items()} for worker in two
     ]
@@ -208,7 +208,7 @@ def fitting(compressor: Compressor) -> list[Communicator]:
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:
-    """The registered compressors that a communicator can carry."""
+    """The registered compressors that a communicator supports."""
     return [cls() for cls in compressors.values() if carries(communicator, cls())]
 
 
@@ -228,7 +228,7 @@ def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
 
 
 def carries(communicator: Communicator, compressor: Compressor) -> bool:
-    """Whether a communicator accepts a compressor with its default memory, between two workers."""
+    """Return whether a communicator accepts a compressor with its default memory, between two workers."""
     method = Method(compressor, memories[compressor.traits.memory]())
     try:
         communicator.resolve(method, LocalTransport(World(2))).check(method, 2)

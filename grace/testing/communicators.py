@@ -1,4 +1,4 @@
-"""Laws for communicators. Each takes the communicator, a compressor that it carries, and a backend."""
+"""Laws for communicators. Each takes the communicator, a compressor that it supports, and a backend."""
 
 from __future__ import annotations
 

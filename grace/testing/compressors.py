@@ -112,8 +112,8 @@ def damaged_payloads_are_refused(compressor: Compressor, xp: Any) -> None:
     """``decompress`` raises ValueError for arrays of a wrong length and for positions outside of the tensor.
 
     A length may vary if ``variable_length`` is set. Integers that are no positions may have any value. NaN in a float
-    array is refused, or shows in the result. On devices only lengths are checked (`grace.ops.validate`). Methods that
-    agree on a payload decode what they have made themselves.
+    array is refused, or shows in the result. On devices only lengths are checked (`grace.ops.validate`). Methods whose
+    workers agree on a payload are exempt, because each worker decodes its own.
     """
     if compressor.traits.combine is Combine.AGREED:
         return
@@ -122,7 +122,7 @@ def damaged_payloads_are_refused(compressor: Compressor, xp: Any) -> None:
     payload = host(xp, send(compressor, xp, spread(*shape), ctx)[0])
 
     def decoded(number: int, array: Any) -> Any:
-        # The result for a payload with another array; None if it is refused.
+        # Returns the result for a payload in which one array is replaced; None if it is refused.
         sent = [xp.asarray(array if i == number else each, str(each.dtype)) for i, each in enumerate(payload)]
         try:
             with xp.quiet():
@@ -403,7 +403,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
-            # On other toolkits skip these two: they pass payloads only through functions that others use, too.
+            # On other toolkits, skip these two communicators: they call no functions that the others do not call.
             if fully(xp) or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 

@@ -25,7 +25,7 @@ class Arrivals:
         self._missing = self._grace.next_bucket()
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a gradient, whose memory may be overwritten by its mean; submit if this completes the bucket."""
+        """Add a gradient, whose memory the mean may overwrite; submit if this completes the bucket."""
         self._ready[name] = gradient
         self._missing.discard(name)
         if not self._missing:
@@ -33,11 +33,11 @@ class Arrivals:
             self._missing = self._grace.next_bucket()
 
     def submit(self) -> None:
-        """Submit what has arrived."""
+        """Submit the gradients collected so far."""
         ready, self._ready = self._ready, {}
         if ready:
             self._grace.start_all(ready, spent=True)
 
     def clear(self) -> None:
-        """Drop what has arrived, but was not submitted."""
+        """Drop gradients that were collected, but not submitted."""
         self._ready.clear()

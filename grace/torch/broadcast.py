@@ -39,8 +39,8 @@ def broadcast_parameters(
     transport to use; by default, the initialised transport.
 
     Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
-    cannot be copied (as it is sparse, quantised, a shard, or on the meta device), all workers raise ValueError, and
-    nothing has changed. Raises TypeError if ``params`` has no names. Values that are not tensors (a module's extra
+    cannot be copied (it is sparse, quantised, a shard, or on the meta device), all workers raise ValueError, and
+    nothing changes. Raises TypeError if ``params`` has no names. Values that are not tensors (a module's extra
     state) are not copied, and a warning names them.
     """
     named, extra = _tensors(params)
@@ -74,11 +74,11 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
     """Copy worker ``root_rank``'s optimizer state to all workers, including those without state.
 
-    State and settings may hold tensors, numbers (NumPy's too), text, lists and dictionaries of these, and classes of
-    `torch.serialization.add_safe_globals`, as torchao's states. Parameters are matched by the optimizer's own names
-    (``torch.optim.SGD(model.named_parameters())``), else by position. ``grace``: as in `broadcast_parameters`. Every
-    worker must make this call. If the workers' optimizers or parameters differ, equal weights are in another order, or
-    there are values of other types, all workers raise ValueError, and nothing has changed.
+    State and settings may hold tensors, numbers (NumPy's too), text, lists and dictionaries of these, and classes
+    registered by `torch.serialization.add_safe_globals`, such as torchao's states. Parameters are matched by the
+    optimizer's own names (``torch.optim.SGD(model.named_parameters())``), else by position. ``grace``: as in
+    `broadcast_parameters`. Every worker must make this call. If the workers' optimizers or parameters differ, equal
+    weights are in another order, or there are values of other types, all workers raise ValueError; nothing changes.
     """
     check_optimizer(optimizer, "broadcast_optimizer_state(optimizer)")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -137,7 +137,7 @@ def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport
 def _usual_device(transport: Transport) -> torch.device:
     from grace.transports.torch_distributed import TorchDistributedTransport
 
-    # The device of messages without an example tensor: NCCL sends no CPU tensors.
+    # The device of messages without an example tensor: NCCL cannot send CPU tensors.
     nccl = isinstance(transport, TorchDistributedTransport) and "cpu" not in torch.distributed.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -276,7 +276,7 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _allowed() -> dict[str, Any]:
-    # The classes that the user allows to be read, by name.
+    # The classes that the user allows torch.load to read, by name.
     allowed = (each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals())
     return {_name(each): each for each in allowed}
 

@@ -35,10 +35,10 @@ class CheckpointState:
 
 
 class GatheredState:
-    """All workers' states of a Grace in one, for trainers that save worker 0's objects and load them on all workers.
+    """The states of all workers in one object, for trainers that save worker 0's objects and load them on all workers.
 
     For example Accelerate: ``accelerator.register_for_checkpointing(GatheredState(grc))``. Every worker must call both
-    methods, as such trainers do; each one then holds all states in host memory.
+    methods, as such trainers do; each worker then holds all states in host memory.
     """
 
     def __init__(self, grace: Grace):

@@ -231,7 +231,7 @@ def _averages(op: Any) -> bool:
 
 
 def _plain_compression(compression: Any) -> bool:
-    # Horovod's Compression.none, from any of its toolkits.
+    # Returns whether this is Horovod's Compression.none, for any of its toolkits.
     kind = compression if isinstance(compression, type) else type(compression)
     return compression is None or kind.__name__ == "NoneCompressor"
 

@@ -26,12 +26,12 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
-    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
-    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
-    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
-    means is applied or discarded with them. If the outcome is unknown, means count as applied, with one warning;
-    `Grace.commit`, `Grace.discard` and ``no_sync`` decide explicitly.
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging does not count as a
+    step. A step decides only for the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its
+    means are applied when its weights are written, or when an optimizer over copies of the parameter steps. Means that
+    were removed, zeroed or replaced earlier are discarded, which restores the state from before the exchange. A pass
+    that adds to undecided means is applied or discarded with them. If the outcome is unknown, means count as applied,
+    with one warning; `Grace.commit`, `Grace.discard` and ``no_sync`` decide explicitly.
 
     State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round of collectives overlaps the
     backward pass; later rounds follow once the last bucket is ready, in the same order on all workers. In the first
@@ -79,7 +79,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             arrived.future.set_result(arrived.views[0].to_sparse(1) if sparse else arrived.buffer)
         book.arrived.clear()
         names = [name for arrived in waiting for name in arrived.known.names]
-        if running() == NONE:  # a worker that has left DDP's `join` early: it cannot see the others' steps
+        if running() == NONE:  # this worker is inside DDP's `join`, out of data: it cannot see the others' steps
             grace.commit()
         else:
             # At the end of the pass DDP puts the means into p.grad, in a callback that it queues after this hook.
@@ -145,9 +145,9 @@ class _Book:
         self._models: list[ref[torch.nn.Module]] = []
 
     def known(self, grace: Grace, parameters: list[torch.Tensor]) -> _Known:
-        """What is known of a bucket's parameters; new ones are claimed.
+        """Return the record of a bucket's parameters, and claim new parameters.
 
-        ValueError if another integration drives them, RuntimeError if the claim ended.
+        Raises ValueError if another integration drives them, RuntimeError if the claim ended.
         """
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
@@ -189,7 +189,7 @@ class _Book:
                 )
 
     def check_divisor(self) -> None:
-        """Raise ValueError inside a ``join`` that divides by the number of remaining workers, unknown to a hook."""
+        """Raise ValueError inside a ``join`` that divides by the number of remaining workers: hooks do not know it."""
         models = [model() for model in self._models]
         if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
             raise ValueError(
@@ -198,7 +198,7 @@ class _Book:
             )
 
     def _before_accumulation(self, _: torch.Tensor) -> None:
-        # Before a pass adds to some gradients: see whether the last means were removed or zeroed.
+        # Before a pass adds to gradients, check whether the last means were removed or zeroed.
         if not self.waiting:
             self.watch.settle(self.present)
 

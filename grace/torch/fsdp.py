@@ -58,14 +58,14 @@ def fsdp(
     2023, arXiv:2302.02390.
 
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
-    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
-    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
-    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
-    means is applied or discarded with them. If the outcome is unknown, means count as applied, with one warning;
-    `Grace.commit` and `Grace.discard` decide explicitly. The parameters of one `fully_shard` call share a decision. For
-    passes without an exchange call FSDP's ``set_requires_gradient_sync(False)``; inside `Grace.no_sync` a backward pass
-    raises RuntimeError.
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging does not count as a
+    step. A step decides only for the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its
+    means are applied when its weights are written, or when an optimizer over copies of the parameter steps. Means that
+    were removed, zeroed or replaced earlier are discarded, which restores the state from before the exchange. A pass
+    that adds to undecided means is applied or discarded with them. If the outcome is unknown, means count as applied,
+    with one warning; `Grace.commit` and `Grace.discard` decide explicitly. The parameters of one `fully_shard` call
+    share a decision. For passes without an exchange call FSDP's ``set_requires_gradient_sync(False)``; inside
+    `Grace.no_sync` a backward pass raises RuntimeError.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
     Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``,
@@ -126,7 +126,7 @@ def fsdp(
         for module in modules:
             module.register_forward_pre_hook(group.watch)
         if group.managed and all(p.device.type != "meta" for _, _, p in group.managed):
-            # The methods of `register_fsdp_forward_method` run no hook of the module.
+            # Methods registered by `register_fsdp_forward_method` do not run the module's hooks.
             modules[0].unshard()
             group.watch(modules[0], ())
             modules[0].reshard()
@@ -259,7 +259,7 @@ class _Step:
 
 
 def _sums(grace: Grace, numbers: list[Any]) -> Callable[[], list[float]]:
-    # Sum numbers over the workers; returns a function that returns the sums, for which it waits if they are a device's.
+    # Sum numbers over the workers; return a function that returns the sums, and waits for a device that holds them.
     mine = torch.stack([grace.xp.cast(torch.as_tensor(each), "float32") for each in numbers])
     ((found,),) = grace.transport.start([Reduce((grace.xp.asarray(mine, "float32"),), "sum")], "applied")()
     fetched = grace.xp.buffers.fetch(found)
@@ -344,7 +344,7 @@ class _Group:
         return {name: mean for name, mean in found.items() if mean is not None}
 
     def _present(self, n: int) -> list[int]:
-        # Indices of the parameters that FSDP passes: those with a gradient or all trained ones, as n tells.
+        # Indices of the parameters that FSDP passes: those with a gradient, or all trained ones, depending on n.
         for places in (sorted(self.laid), sorted(self.used), [i for i in sorted(self.laid) if self._trained(i)]):
             if sum(self.sizes[i] for i in places) == n:
                 return places

@@ -77,7 +77,7 @@ class NamedParameters:
     def unbuilt(self) -> dict[str, torch.Tensor]:
         """Trained parameters not yet in `built`, by name, in the order of ``named``.
 
-        Raises as `check_parameter` for one that was unfrozen, but whose gradient cannot be averaged.
+        Raises as `check_parameter` if the gradient of an unfrozen parameter cannot be averaged.
         """
         new = [p for p in self.trained() if self.names.get(id(p)) not in self.built]
         for p in new:

@@ -55,14 +55,14 @@ def DistributedOptimizer(
     returned by a closure is averaged, too, so that line searches decide alike on all workers.
 
     A parameter's means are applied when an optimizer that holds the parameter steps with them as its gradient, and this
-    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging is no step, and a step
-    decides only the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its means are applied
-    when its weights are written, or when an optimizer over copies of the parameter steps. Means removed, zeroed or
-    replaced earlier are discarded, which restores the state from before the exchange. A pass that adds to undecided
-    means raises RuntimeError. If the outcome is unknown, means count as applied, with one warning; ``grace.commit()``,
-    ``grace.discard()`` and ``no_sync`` decide explicitly. Gradients set without a backward pass, as those of float32
-    masters, are exchanged in ``step``;
-    if means are undecided, gradients that differ between workers raise RuntimeError on all instead.
+    step changes a parameter or the state of the optimizer. Manual clamping, decay or averaging does not count as a
+    step. A step decides only for the parameters of its own optimizer. If no optimizer has stepped a parameter yet, its
+    means are applied when its weights are written, or when an optimizer over copies of the parameter steps. Means that
+    were removed, zeroed or replaced earlier are discarded, which restores the state from before the exchange. A pass
+    that adds to undecided means raises RuntimeError. If the outcome is unknown, means count as applied, with one
+    warning; ``grace.commit()``, ``grace.discard()`` and ``no_sync`` decide explicitly. Gradients set without a backward
+    pass, such as those of float32 masters, are exchanged in ``step``. If means are undecided at that time, these
+    gradients are not exchanged, and all workers raise RuntimeError if they differ between workers.
 
     ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
     ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose gradients are clipped or
@@ -233,7 +233,7 @@ class _Driver:
 
     # -- a backward pass --------------------------------------------------------------------------------------------
     def _before_accumulation(self, _: torch.Tensor) -> None:
-        # Before a pass adds to its first gradient. This also runs in torch.autograd.grad, which adds to none.
+        # Runs before a pass adds to its first gradient, and also in torch.autograd.grad, which adds to no gradient.
         task = running()
         if task != self._looked and not self._pass.has(task):
             self._looked = task
@@ -408,7 +408,7 @@ class _Driver:
         return (optimizer, averaged, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _after_step(self, *_: Any) -> None:
-        # Runs before a user's hook can remove gradients. What the optimizer wrote to them still counts as the means.
+        # Runs before a user's hook can remove gradients. Gradients that the optimizer changed still count as the means.
         if not self.grace.paused:
             self._watch.after(self._optimizer)
             self._watch.means.refresh(sampled=False)
@@ -429,7 +429,7 @@ class _Driver:
 
 
 def is_dummy(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step only creates the optimizer's state: zero gradients and rates, as torch.distributed.checkpoint."""
+    """Whether a step only creates state, from zero gradients and rates, as torch.distributed.checkpoint makes one."""
     rates = [group.get("lr", 1) for group in optimizer.param_groups]
     present = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return bool(present) and all(float(rate) == 0 for rate in rates) and all(zero(present))

@@ -83,7 +83,7 @@ def _check_held(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[str, tor
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, local: DiLoCo) -> None:
-    # Refuse a second average of gradients, in every step, among the workers that local training averages.
+    # Raise ValueError if something else averages gradients in every step, among the workers of local training.
     parameters, outer = trained(optimizer), local.transport
     claims = {claim for claim in map(claimed, parameters) if claim is not None}
     if claim := next((c for c in claims if c.grace is not None and _same(_ranks(c.grace.transport), outer)), None):

@@ -128,7 +128,7 @@ def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def models_of(parameters: list[torch.Tensor]) -> list[weakref.ref[torch.nn.Module]]:
-    """The DistributedDataParallel models of these parameters: nobody hands them over, so this searches memory."""
+    """The DistributedDataParallel models of these parameters, found by a search of memory, since no caller has them."""
     kind, wanted = torch.nn.parallel.DistributedDataParallel, set(parameters)
     models = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     return [weakref.ref(model) for model in models if not wanted.isdisjoint(model.parameters())]

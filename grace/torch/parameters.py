@@ -57,7 +57,7 @@ def parameter_compressor(given: Any) -> Compressor:
 
 
 def _unsuitable(compressor: Compressor) -> str:
-    # Why a compressor cannot carry parameters; empty if it can.
+    # Returns why a compressor cannot compress parameters; empty if it can.
     traits = compressor.traits
     if traits.combine is Combine.AGREED:
         return "all workers agree on one payload, but each sends its own shard"
@@ -83,14 +83,14 @@ def _unsuitable(compressor: Compressor) -> str:
 
 
 Part = tuple[slice, Callable[..., Context] | None]
-"""The place of a parameter in a shard, and what makes the context of a worker's shard of it; None: sent as it is."""
+"""A parameter's slice of a flat shard, and a function that makes a worker's context; None: it is not compressed."""
 
 
 class Together:
-    """Parameters that native kernels encode by one call, and decode by another, for all workers."""
+    """A group of parameters: one call of native kernels encodes them, another decodes those of all workers."""
 
     def __init__(self, library: Library, points: Sequence[Sequence[Point]], places: Sequence[slice], rank: int):
-        """``points``: for each worker, its shards of the parameters, which lie at ``places`` of all its shards."""
+        """``points``: each worker's shards of the parameters; ``places``: their slices of a worker's flat shard."""
         xp, workers = points[0][0].ctx.xp, len(points)
         self._xp, self._places, self._message = xp, places, Message(points[rank])
         self._starts = FLOAT * np.array([place.start for place in places], np.int64)
@@ -101,7 +101,7 @@ class Together:
 
     @classmethod
     def of(cls, parts: Sequence[Part], compressor: Compressor, xp: Any, rank: int, workers: int) -> Together | None:
-        """The parameters of these parts; None if no kernel encodes all of them."""
+        """The group of these parts; None if native kernels cannot encode them all."""
         points: list[list[Point]] = [[] for _ in range(workers)]
         for _, of_worker in parts:
             for worker, mine in enumerate(points):
@@ -112,7 +112,7 @@ class Together:
         return cls(xp.kernels.library, points, [place for place, _ in parts], rank) if parts else None
 
     def encode(self, x: torch.Tensor, step: int) -> Payload:
-        """The message of this worker, from all its shards."""
+        """Encode this worker's message. x: the worker's shards of all parameters."""
         values, message = x.float(), torch.empty(self._message.size, dtype=torch.uint8)
         self._encoder.encode(values.data_ptr() + self._starts, 0, 0, message.data_ptr(), step)
         return (message,)
@@ -168,7 +168,7 @@ class ParameterGather:
             self.mode.gradients = torch.is_grad_enabled()
 
     def _unsharded(self, module: nn.Module, inputs: Any) -> None:
-        # FSDP's own hook, which gathers, ran before.
+        # FSDP's own hook has already run, and should have gathered.
         if not self._gathers and self._workers > 1:
             raise RuntimeError(
                 f"FSDP gathered the parameters of {self._name!r} without compression: something replaced the hook of "
@@ -196,11 +196,11 @@ class ParameterGather:
         return None
 
     def _as_it_is(self, x: torch.Tensor, group: Any) -> str:
-        # The reason to gather without compression; empty to compress.
+        # Returns the reason to gather without compression; empty to compress.
         if x.dtype not in DTYPES:
             return f"{str(x.dtype).removeprefix('torch.')} gathers"
         if dist.get_world_size(group) != self._workers:
-            # gathers values that the forward pass has already decoded
+            # these gathers exchange values that the forward pass has already decoded
             return "gathers within a machine (reshard_after_forward=int)"
         backward = torch._C._current_graph_task_id() != -1
         if self.mode is not None and not self.mode.gradients and not backward:
@@ -232,7 +232,7 @@ class ParameterGather:
                     row[place].copy_(found[worker][0])
 
     def _layout(self, transport: TorchDistributedTransport, wire: str) -> tuple[list[Part], Together | None]:
-        # The parts of a shard that are encoded one by one, or not at all, and those that are encoded together.
+        # Returns the parts of a shard that are sent one by one, compressed or not, and those that are encoded together.
         if (transport, wire) not in self._layouts:
             parts, xp = list(self._parts(transport.xp, wire, transport.size)), transport.xp
             coded = [part for part in parts if part[1] is not None]

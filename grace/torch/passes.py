@@ -44,7 +44,7 @@ class BackwardPass:
 
     @property
     def failed(self) -> bool:
-        """Whether the pass was broken off: it began, but autograd no longer runs it."""
+        """Whether the pass was aborted: it began, but autograd no longer runs it."""
         return self._task not in (NONE, running()) and self._inner == NONE
 
     def begin(self, task: int, on_end: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class BackwardPass:
         self._inner = task
 
     def end(self) -> None:
-        """End the pass, or give it up."""
+        """End or abandon the pass."""
         self._task = self._inner = NONE
 
 

@@ -23,7 +23,7 @@ STATES = 4
 
 
 class _Copies(NamedTuple):
-    """Copies of the parts of tensors of one dtype and device: when they were taken, and at the last look."""
+    """Two copies of parts of tensors, of one dtype and device: from when they were taken, and from the last look."""
 
     parts: list[torch.Tensor]
     before: torch.Tensor
@@ -50,7 +50,7 @@ class Sample:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy parts of plain, dense tensors. Views of the parts are reused while the tensors stay where they are."""
+        """Copy parts of plain, dense tensors. Views of the parts are reused while the addresses stay the same."""
         addresses = [each.data_ptr() for each in tensors]
         if addresses != self._addresses:
             self._build(tensors)
@@ -90,7 +90,7 @@ class Sample:
 
     @torch.no_grad()
     def signs_changed(self) -> bool:
-        """Whether an element has another sign now; False on a device, where that would wait."""
+        """Whether an element has another sign now; False on a device, where reading would wait."""
         for group in self._groups:
             before, after = group.before, group.after
             if waits(before.device):

@@ -33,11 +33,11 @@ NEEDED = (
 
 
 OLDEST = "2.13"
-"""The oldest torch whose stages were tried with compression. With torch 2.6 a test of pipelines stands still."""
+"""The oldest torch whose stages were tested with compression. With torch 2.6, a pipeline test hangs."""
 
 
 def check_torch(stage: type = TorchStage, version: str = torch.__version__) -> None:
-    """Raise RuntimeError if compression was not tried with this torch, or torch's stage lacks a method it overrides."""
+    """Raise RuntimeError if this torch is too old, or if its stage lacks a method that compression overrides."""
     lost = [name for name in NEEDED if not callable(getattr(stage, name, None))]
     if lost or TorchVersion(version) < OLDEST:
         reason = f"has no {', '.join(lost)}, which compression needs" if lost else "is too old for compression"

@@ -22,7 +22,7 @@ from grace.torch.signals import Gradients, Tracks, Unowned, alike, nonzero, wait
 
 
 class Holding(NamedTuple):
-    """An optimizer's parameters, as far as one Grace is concerned."""
+    """The parameters of an optimizer whose gradients one Grace averages."""
 
     names: frozenset[str]
     """The tensors of the Grace that the optimizer holds."""
@@ -90,7 +90,7 @@ class Watch:
         self._optimizer: Any = None  # the optimizer of the bracket
         self.means = Gradients()
         """The gradients that got means."""
-        self._versions: dict[int, int] = {}  # of the weights, by the parameter's ID
+        self._versions: dict[int, int] = {}  # versions of the weights, by the parameter's ID
         self._unowned = Unowned()
         self._held: dict[str, bool] = {}  # by tensor: whether an optimizer held it when first looked for
         self._owner: dict[str, int] = {}  # the ID of an optimizer that holds a tensor
@@ -215,7 +215,7 @@ class Watch:
         zeroed = zero([p.grad for _, p in intact if p.grad is not None])
         filled = {name for (name, _), empty in zip(intact, zeroed, strict=True) if not empty}
         emptied = {name for name, _ in intact} - filled
-        if filled or not self._some:  # a mean may be 0: it was not zeroed if nobody wrote to it, nor to the others
+        if filled or not self._some:  # a mean may itself be 0: it was not zeroed if it was not written to
             emptied -= {name for name, p in intact if self.means.untouched(p)}
         # The pass has already added to ``late``: they count as zeroed if the other tensors of their optimizer were.
         owners = {self._owner.get(name) for name in emptied} - {self._owner.get(name) for name in filled}
@@ -259,12 +259,12 @@ class Watch:
             )
 
     def renamed(self) -> None:
-        """Some of the members have other names now."""
+        """Forget cached names, since some members were renamed."""
         self._holdings.clear()
 
     # -- optimizers --------------------------------------------------------------------------------------------------
     def holding(self, optimizer: Any) -> Holding:
-        """What an optimizer holds of this Grace's tensors."""
+        """Return which tensors of this Grace an optimizer holds."""
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         cached = self._holdings.get(optimizer)
         if cached is not None and cached[0] == ids and cached[1] == len(self._members):

@@ -9,11 +9,11 @@ NAMES = ("local", "torch", "horovod")
 
 
 def get_transport(name: str | Transport | None = None) -> Transport:
-    """Return a transport by name, or the initialised one.
+    """Return a transport by name; by default the initialised one, or a single worker's if none is initialised.
 
-    Raises RuntimeError if none is initialised, but the name is "torch" or "horovod", or the launcher asks for several
-    workers. If no launcher asks for several, returns a transport of a single worker, which raises RuntimeError if it is
-    used after a group of several workers was created.
+    Raises RuntimeError if none is initialised although the name is "torch" or "horovod", or although a launcher asks
+    for several workers. A single worker's transport raises RuntimeError if it is used after a group of several workers
+    was created.
     """
     if isinstance(name, Transport):
         return name

@@ -40,7 +40,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Job:
-    """The workers that a launcher started, and this one among them."""
+    """The workers that a launcher started, and the place of this process among them."""
 
     launcher: str
     variables: tuple[str, ...]
@@ -118,7 +118,7 @@ def detect(environ: Mapping[str, str]) -> Job | None:
 
 
 def promised(environ: Mapping[str, str]) -> dict[str, int]:
-    """The numbers of workers that launchers' variables name, by variable."""
+    """The numbers of workers that launchers state, by environment variable."""
     names = ["WORLD_SIZE", "HOROVOD_SIZE", *(size for _, size in _OUTER)]
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
         names.append("SLURM_NTASKS")
@@ -174,7 +174,7 @@ def _pals(environ: Mapping[str, str]) -> Job | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> Job | None:
-    # srun --mpi=pmi2 sets these variables, too; SLURM's own tell more.
+    # srun --mpi=pmi2 sets these variables, too, but SLURM's own variables tell more.
     if environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and environ.get("PMI_SIZE") == environ.get(
         "SLURM_STEP_NUM_TASKS"
     ):
@@ -248,8 +248,8 @@ _READERS = (_torchrun, _horovodrun, _open_mpi, _mvapich2, _pals, _pmi, _slurm)
 
 
 def _has_terminal(task: str) -> bool:
-    # Whether srun's task may have a terminal. A task of a step within such a shell inherits SLURM_PTY_PORT without a
-    # terminal.
+    # Returns whether srun's task may have a terminal. SLURM_PTY_PORT does not tell: tasks that are started in a shell
+    # with a terminal inherit it.
     try:
         return Path(f"/proc/{int(task)}/stat").read_text().rpartition(")")[2].split()[4] != "0"
     except (OSError, ValueError, IndexError):

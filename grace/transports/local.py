@@ -12,7 +12,7 @@ from grace.transports.messages import MessageTransport, Wait
 
 
 class World:
-    """What the workers of one process share: the values that they have posted, by key."""
+    """State that the workers of one process share: the values that they have posted, by key."""
 
     def __init__(self, size: int):
         self.size = size

@@ -22,7 +22,7 @@ from grace.transports.packer import Packer
 Wait = Callable[[], Any]
 """A function that waits for a transfer to end and returns its result."""
 CARRIED = 2**18
-"""Maximum number of bytes in sums that travel with a gather or an all-to-all."""
+"""Maximum number of bytes of the sums that travel with a gather or an all-to-all."""
 
 
 class MessageTransport(Transport):
@@ -46,7 +46,7 @@ class MessageTransport(Transport):
         return part
 
     def late(self, name: str, worker: int | None = None) -> TimeoutError:
-        """The error to raise if others do not answer in time. ``name``: the message's; ``worker``: who, if known."""
+        """The error to raise if workers do not answer in time. ``name``: of the message; ``worker``: who, if known."""
         who = "one of them" if worker is None else f"worker {worker}"
         return TimeoutError(
             f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {self.told(name)}: {who} "
@@ -323,7 +323,7 @@ class MessageTransport(Transport):
         return lambda: _deal(kept, [packer.unpack_ragged(each, layout, w) for w, each in enumerate(wait())])
 
     def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
-        # All sizes are equal, so no worker sends an empty message.
+        # All workers' messages have the same size: if this one is empty, all are, and none is sent.
         return (lambda: result) if self.xp.shape(buffer)[0] == 0 else begin()
 
 

@@ -47,7 +47,7 @@ ENDING = 5.0
 PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 """A counter of direct collectives for each process group, since several optimizers may share a group."""
 PENDING: dict[int, tuple[Any, TorchDistributedTransport]] = {}
-"""gloo's collectives that nobody has waited for, by identity: Python cannot end while gloo's threads carry them out."""
+"""gloo's collectives that nobody has waited for, by id: Python cannot end while gloo's threads carry them out."""
 
 
 def _delta(seconds: float) -> timedelta:
@@ -197,12 +197,12 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _limit(self, buffer: Array) -> timedelta | None:
-        # The timeout of a message; None for that of the group, as on a device, where a timeout would make the host
-        # wait.
+        # Returns the timeout of a message, or None to use the group's timeout: always on a device, where a timeout
+        # would make the host wait.
         return None if self._timeout is None or buffer.device.type != "cpu" else _delta(self._timeout)
 
     def _begun(self, name: str, buffer: Array, work: Any) -> Wait:
-        # Wait returns the buffer.
+        # Returns a `Wait`, whose result is the buffer.
         while PENDING and (first := next(iter(PENDING.values()))[0]).is_completed():
             del PENDING[id(first)]
         if buffer.device.type == "cpu":
@@ -215,7 +215,7 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def disconnect(self) -> None:
-        """End all transfers of the group's CPU tensors, by gloo's reaction to a receive that times out."""
+        """End all transfers of the group's CPU tensors: gloo does so when a receive times out."""
         with suppress(RuntimeError, ConnectionError, ValueError):  # ValueError: the group is gone
             self._receive(torch.empty(1), self.rank + 1, TAGS + 1, "").wait(timedelta(milliseconds=1))
 

@@ -151,7 +151,7 @@ def level(method: str) -> dict[str, Any]:
 
 
 def _parsed(method: str) -> Case:
-    # As `parse`, but also for local training, and for "auto" with its settings, although neither is a compressor.
+    # Like `parse`, but also accepts local training, and "auto" with settings, which are not compressors.
     if method.partition(":")[0] in local.PRESETS:
         return _local(method)
     case = parse(method)

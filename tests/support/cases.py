@@ -33,12 +33,12 @@ class Looped:
 
 
 def named(case: dict[str, Any]) -> str:
-    """What a case is called."""
+    """The name of a case."""
     return ", ".join(f"{key}={value}" for key, value in case.items())
 
 
 def hold(cases: Iterable[tuple[str, Callable[[], None]]]) -> None:
-    """Try each case, a name and what to call; raises the first failure, below a list of all of them."""
+    """Run each case, a name and a function; raises the first failure, with a list of all failures above it."""
     failed: list[tuple[str, BaseException]] = []
     count, skipped = 0, []
     for name, call in cases:
@@ -62,12 +62,12 @@ def hold(cases: Iterable[tuple[str, Callable[[], None]]]) -> None:
 
 
 def first(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next((line for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 def looped(function: Any) -> Looped:
-    """A test's cases; those of a test that has none yet."""
+    """The cases of a test; new ones if it has none yet."""
     return getattr(function, "looped", None) or Looped(function)
 
 
@@ -87,7 +87,7 @@ def loop(names: str, values: Iterable[Any]) -> Callable[[Any], Any]:
 
 
 def wrapped(function: Any, all_of: Looped) -> Any:
-    """The test that pytest sees: it asks for the fixtures alone."""
+    """The test that pytest collects: it requests only the fixtures."""
 
     @wraps(function)
     def test(**fixtures: Any) -> None:

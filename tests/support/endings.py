@@ -1,4 +1,4 @@
-"""A process that ends as it is told, for tests of what starts processes."""
+"""A process that ends in a given way, for tests of code that starts processes."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Workers of this process whose tensors form groups."""
+"""Workers in this process whose tensors form groups."""
 
 import numpy as np
 from methods import lockstep
@@ -65,18 +65,18 @@ def tensors(method):
 
 
 def carries(method, carrier):
-    """Whether a carrier is that of a method's groups."""
+    """Whether a method's groups can use this carrier."""
     one_stage = METHODS[method].get("memory") != "ef21" or "two stages" not in carrier
     return carrier == "gathered" if method in SUMMED else one_stage
 
 
 def carried(method, carrier):
-    """The settings of a method with a communicator that carries it."""
+    """The settings of a method, with the communicator of this carrier."""
     return METHODS[method] | ({} if method in SUMMED else CARRIERS[carrier])
 
 
 def team(params, workers, xp, sizes=SIZES, **options):
-    """A Grace for each of some workers in this process, and the function that makes their gradients."""
+    """A Grace for each worker, all in this process, and the function that makes their gradients."""
     world = World(workers)
     made = [grace_from_params({"min_numel": 0, **params, **options}, LocalTransport(world, n)) for n in range(workers)]
     for grace in made:

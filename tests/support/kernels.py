@@ -40,7 +40,7 @@ class Memory:
 
 
 def equal(a, b):
-    """The same bits, but any NaN for a NaN."""
+    """Assert equal bits; any NaN equals any other."""
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype
     assert a.shape == b.shape
@@ -51,7 +51,7 @@ def equal(a, b):
 
 
 def vector(n, seed=0, kind="normal"):
-    """float32[n] of several scales; kinds add what is special."""
+    """float32[n] of several scales; ``kind``: special values to add."""
     return drawn(n, seed, kind).copy()
 
 
@@ -98,14 +98,14 @@ def ulps(a, b):
 
 
 class OddBuffers(NumpyBuffers):
-    """Payloads lie at odd addresses."""
+    """NumPy's buffers, but payloads start at odd addresses."""
 
     def empty(self, shape, dtype="float32"):
         return Memory(shape, dtype, 1 if dtype == "uint8" else 4).array
 
 
 class GuardedBuffers(NumpyBuffers):
-    """All arrays lie at odd addresses, between guard bytes."""
+    """NumPy's buffers, but all arrays start at odd addresses, between guard bytes."""
 
     def __init__(self, xp):
         super().__init__(xp)
@@ -141,7 +141,7 @@ class Plain(NumpyBackend):
 
 
 class Guarded(Native):
-    """All of whose results lie at odd addresses, between guard bytes."""
+    """`Native`, but all results start at odd addresses, between guard bytes."""
 
     buffers = cached_property(GuardedBuffers)
 

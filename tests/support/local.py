@@ -1,4 +1,4 @@
-"""Local training by workers of this process whose parameters are moved by hand."""
+"""Local training by workers of this process, whose parameters are moved directly."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from grace.transports.local import LocalTransport, World
 
 
 class Worker:
-    """Parameters of a toolkit that are moved by hand, and their local training."""
+    """A worker's parameters, which `move` changes directly, and their local training."""
 
     def __init__(self, xp, start, make, transport, dtype="float32", buffers=()):
         self.xp, self.local = xp, make(transport)
@@ -31,7 +31,7 @@ class Worker:
         self._of(name)[name] = self.xp.buffers.copy(value)
 
     def move(self, changes):
-        """An inner step: parameters minus these."""
+        """An inner step: subtract ``changes`` from the parameters."""
         for name, change in changes.items():
             self.values[name] = self.values[name] - self.xp.asarray(np.asarray(change), self.dtype)
 
@@ -47,7 +47,7 @@ def team(xp, size, starts, make, **options):
 
 
 def step(workers, changes):
-    """An inner step of all workers. ``changes``: by rank."""
+    """An inner step of all workers. ``changes(rank)``: the arrays to subtract."""
     for rank, worker in enumerate(workers):
         worker.move(changes(rank))
     in_turn([worker.local.stepping() for worker in workers])
@@ -58,7 +58,7 @@ def finish(workers):
 
 
 def drift(t, rank, shapes):
-    """What a worker's parameters move in an inner step."""
+    """The movement of a worker's parameters in an inner step."""
     return {
         name: 0.1 * normal(*shape, seed=1000 * t + 10 * rank + number)
         for number, (name, shape) in enumerate(shapes.items())

@@ -15,7 +15,7 @@ def schema(name):
 
 
 def problems(data, schema, root=None, place="it"):
-    """What is wrong with the data; empty if it is valid."""
+    """The errors in the data; empty if it is valid."""
     root = schema if root is None else root
     found = []
     for key, rule in schema.items():

@@ -13,7 +13,7 @@ def top(size, k):
 
 
 def at(x, positions):
-    """x there, and zero elsewhere."""
+    """x at these positions, and zero elsewhere."""
     found = np.zeros_like(x)
     found[positions] = x[positions]
     return found
@@ -96,7 +96,7 @@ def width(ratio, n, columns):
 
 
 def sketched(ratio, rows, columns, candidates):
-    """The largest of the elements that a count sketch of the mean says are large."""
+    """The elements of the mean with the largest estimates from a count sketch."""
 
     def positions(xs, where):
         x, n = mean_of(xs), len(xs[0])
@@ -127,7 +127,7 @@ def sketch_sgd(ratio, rows=5, columns=0, candidates=4, golden=None):
         lambda x: 4 * rows * width(ratio, x.size, columns) + 4 * min(x.size, candidates * share(ratio, x.size)),
         agreed=agreeing(sketched(ratio, rows, columns, candidates)),
         mask=True,
-        random=candidates * ratio < 1,  # else all elements are candidates
+        random=candidates * ratio < 1,  # with a larger ratio, all elements are candidates
         golden=golden,
     )
 
@@ -138,7 +138,7 @@ ROWS = [
     gtopk(0.01),
     cltk(0.25, golden=PAIR),
     cltk(0.01),
-    # Signs + - + + and + + + -: the products are 1.75 and -0.25 for the first row, -1.375 and -0.375 for the second.
+    # Random signs + - + + and + + + -: products 1.75 and -0.25 of the first row, -1.375 and -0.375 of the second.
     arctopk(0.5, 4, 2, golden=(hexes(0.5, -1, 0.25, 0, dtype="f4"), hexes(0, dtype="i4"))),
     arctopk(0.1, 16, 4),
     sketch_sgd(0.25, golden=PAIR),

@@ -64,7 +64,7 @@ def blockint(bits, block, rounding="nearest", golden=None):
         return by_block(x, block, of_block)
 
     def variance(n):
-        # Of the worst vector: one element of L steps, the rest between 0 and 1 step.
+        # The worst case: one element of ``top`` steps, and all others the same fraction of a step.
         n = min(n, block or n)
         part = top / (math.sqrt(top**2 + n - 1) + top)
         return (n - 1) * part * (1 - part) / (top**2 + (n - 1) * part**2)
@@ -121,20 +121,20 @@ def natural_dithering(s, block, bits, everywhere=True, golden=None, **base):
 
 ROWS = [
     fp8("e4m3", 128, golden=(bytes([110, 246, 102, 0, 222, 126, 242, 122]).hex(), hexes(2 / 448, dtype="f4"))),
-    # 57344 = 7 * 2**13 is 2; so 0.75 is 2.625 and 1.5 is 5.25 of some power, between 2.5 and 3, and 5 and 6.
+    # 2 is scaled to 57344 = 7 * 2**13; so 0.75 is 2.625 and 1.5 is 5.25 times a power of 2: in 2.5 .. 3 and 5 .. 6.
     fp8("e5m2", 0, golden=(bytes([115, 247, 111, 0, 235, 123, 245, 121]).hex(), hexes(2 / 57344, dtype="f4"))),
-    # Only -0.75 and 1.5 lie between two floats, at 10.5 of the steps from 8 to 16: u is .20 and .78.
+    # Only -0.75 and 1.5 are between two codes, both at 10.5 on the steps from 8 to 16; their noise u is .20 and .78.
     fp8("e4m3", 0, "stochastic", (bytes([110, 246, 102, 0, 222, 126, 242, 123]).hex(), hexes(2 / 448, dtype="f4"))),
     fp8("e5m2", 128, "stochastic"),
-    # 2 -4 1 0 0 7 -3 5
+    # Codes 2 -4 1 0 0 7 -3 5.
     blockint(4, 512, golden=("c201705d", hexes(2, dtype="f4"))),
     blockint(8, 0),
     blockint(2, 64),
-    # 1 -3 0 0 -1 7 -3 6
+    # Codes 1 -3 0 0 -1 7 -3 6.
     blockint(4, 64, "stochastic", golden=("d201706d", hexes(2, dtype="f4"))),
     blockint(8, 512, "stochastic"),
     blockint(2, 0, "stochastic"),
-    # 5 -6 4 0 -3 7 -6 6, the sign in the top bit.
+    # Codes 5 -6 4 0 -3 7 -6 6, with the sign in the top bit.
     natural_dithering(7, 512, 4, golden=("e5047b6e", hexes(2, dtype="f4"))),
     natural_dithering(1, 0, 2),
     natural_dithering(3, 64, 3),

@@ -20,12 +20,12 @@ def noise(levels, k, bucket=0):
 
 
 def stage(where):
-    """Whose random numbers the values draw."""
+    """The random stream of the values."""
     return where._replace(name=where.name + "/values")
 
 
 def rounded(values, levels, bucket, u):
-    """Values in buckets, each rounded at random to a multiple of its bucket's norm / levels."""
+    """Values in buckets of ``bucket``, each rounded at random to a multiple of its bucket's norm / levels."""
     found = np.zeros(len(values))
     for start in range(0, len(values), bucket or max(1, len(values))):
         part = slice(start, start + (bucket or len(values)))
@@ -61,7 +61,7 @@ def chain(ratio, levels, bucket, bits, golden=None):
 
 
 def drawn_chain(ratio, levels):
-    """Random positions that do not travel, scaled, and few levels: unbiased."""
+    """Random positions that are not sent, scaled values in few levels: unbiased."""
 
     def formula(x, where):
         chosen = np.sort(np.argsort(where.shared_words("positions", len(x)), kind="stable")[: share(ratio, len(x))])
@@ -90,7 +90,7 @@ def drawn_chain(ratio, levels):
 
 
 def qsparse(ratio, golden=None):
-    """Top-k, fifteen levels, and a factor that makes up for their noise."""
+    """Top-k in fifteen levels, scaled by a factor that compensates for their noise."""
 
     def formula(x, where):
         chosen, found = largest(ratio, x), np.zeros(len(x))
@@ -128,11 +128,11 @@ def stc(ratio, golden=None):
 
 
 ROWS = [
-    # 2 and 1.5 of norm 2.5: floor(101.6 + 0.18) and floor(76.2 + 0.78).
+    # Values 2 and 1.5, norm 2.5: floor(101.6 + 0.18) and floor(76.2 + 0.78).
     chain(0.25, 127, 512, 8, golden=("654d", hexes(2.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
     chain(0.1, 15, 16, 5),
     drawn_chain(0.25, 15),
-    # 12 of 15 and 9 of 15, five bits each.
+    # Levels 12 and 9 of 15, in five bits each.
     qsparse(0.25, golden=("2c01000000", hexes(2.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
     qsparse(0.01),
     stc(0.25, golden=("03", hexes(1.75, dtype="f4"), "0d", "06")),

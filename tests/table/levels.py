@@ -108,7 +108,7 @@ def geometric(beta, block=0, golden=None):
 
 
 def damped(row, method, golden=None, **settings):
-    """An unbiased row, scaled down by one plus its variance of whole blocks."""
+    """An unbiased row, scaled by 1 / (1 + variance), with the variance of a whole block."""
     block = row.params.get("bucket_size") or row.params.get("block_size")
 
     def factor(n):
@@ -145,7 +145,7 @@ CODEBOOKS = {
             *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.562617, 0.7229568, 1),
         ]
     ),
-    # Every magnitude of a 4-bit float but zero.
+    # The positive magnitudes of 4-bit floats.
     "fp4": both_signs(np.array([0.5, 1, 1.5, 2, 3, 4, 6]) / 6, 0),
 }
 
@@ -153,8 +153,8 @@ CODEBOOKS = {
 def dettmers8(table, block, bits, worst, golden=None):
     """A codebook; ``worst``: the error of the largest element, relative to it."""
     values = CODEBOOKS[table]
-    # Nearer to the upper entry than to the lower, for each pair of neighbours. The middle is rounded once, like every
-    # number on the way: which side a tie falls on is not the table's to say.
+    # Boundaries between neighbouring entries. They are rounded to float32 once, as all numbers here: the tables do not
+    # define to which side a tie goes.
     middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
 
     def of_block(b, _):
@@ -174,24 +174,24 @@ def dettmers8(table, block, bits, worst, golden=None):
 ROWS = [
     # floor(|x| / norm * 127 + u) = 22 45 11 0 5 89 33 67, with the sign in the top bit.
     qsgd(127, 512, 8, golden=("16ad0b008659a143", hexes(8.140625**0.5, dtype="f4"))),
-    # The same numbers in four bits: 1 3 0 0 0 5 2 4.
+    # The same formula with 7 levels, in four bits: 1 3 0 0 0 5 2 4.
     qsgd(7, 0, 4, golden=("b100584a", hexes(8.140625**0.5, dtype="f4"))),
     qsgd(1, 8, 2),
     qsgd(2, 24, 3, everywhere=False),
     qsgd(15, 64, 5, everywhere=False),
     qsgd(31, 512, 6, everywhere=False),
     qsgd(63, 0, 7, everywhere=False),
-    # Trits 1 0 1 0 0 1 -1 0, plus 1.
+    # Trits 1 0 1 0 0 1 -1 0, stored plus 1.
     terngrad(0, golden=("6649", hexes(2, dtype="f4"))),
     terngrad(512),
     terngrad(0, clip=2.5),
-    # The largest power that occurs is 2**1, the field 128, which has the code 127.
+    # The largest power is 2**1, whose exponent field 128 becomes the code 127.
     natural((bytes([125, 254, 124, 0, 251, 127, 254, 126]).hex(), hexes(128, dtype="i4"))),
     natural(("6ced6b00ea6eed6d", hexes(145, dtype="i4")), window="grace"),
     natural((bytes([125, 254, 124, 0, 251, 127, 254, 127]).hex(), hexes(128, dtype="i4")), stochastic=False),
     natural(block_size=64),
     natural(block_size=8, stochastic=False),
-    # Exponents -1 0 -2 - -3 1 -1 0, plus 126; halves go down.
+    # Exponents -1 0 -2 - -3 1 -1 0 (- for zero), stored plus 126; ties round down.
     geometric(2.0, golden=(bytes([125, 254, 124, 0, 251, 127, 253, 126]).hex(), hexes(1, dtype="i4"))),
     geometric(1.5, 64),
     geometric(4.0),

@@ -6,13 +6,13 @@ from table.row import ANY, Row
 
 
 def sides(rank, shape):
-    """Rows, columns and rank of the matrix that a shape is seen as: cut where rows + columns are fewest."""
+    """Rows, columns and rank of the matrix for a shape: split where rows + columns are fewest."""
     a, b = min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
     return a, b, min(rank, a, b)
 
 
 def factors(name, rank, state, sent, **settings):
-    """``sent``: the numbers that a worker hands over for a matrix of a rows, b columns and rank r."""
+    """``sent``: how many numbers a worker sends for a matrix of a rows, b columns and rank r."""
     return Row(
         {"compressor": name, "compress_rank": rank, "min_rate": 1.0, **settings},
         ("allreduce",),
@@ -23,11 +23,11 @@ def factors(name, rank, state, sent, **settings):
 
 
 def drawn(leading):
-    """``leading``: how many singular values are found of those that there are, 0 for all."""
+    """``leading``: how many singular values are computed; 0: all."""
     return Row(
         {"compressor": "atomo", "compress_rank": 2, "min_rate": 1.0, "leading": leading},
         ANY,
-        None,  # how many vectors are drawn is a matter of chance
+        None,  # the number of sent vectors is random
         matrix=True,
         ragged=True,
         random=True,
@@ -47,7 +47,7 @@ def orthonormal(fraction, **settings):
 ROWS = [
     factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
     factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
-    factors("acpsgd", 4, ("p", "q"), lambda a, b, r: r * a),  # of the even steps
+    factors("acpsgd", 4, ("p", "q"), lambda a, b, r: r * a),  # in even steps
     factors("gradzip", 4, ("q",), lambda a, b, r: r * (a + b)),
     drawn(0),
     drawn(3),

@@ -15,7 +15,7 @@ HALF_SETS = {
 
 
 def transform(x):
-    """Walsh-Hadamard of the last axis by its recursion, in x's own precision: codes depend on the last bit."""
+    """Walsh-Hadamard transform of the last axis by its recursion, in x's precision: codes depend on the last bit."""
     if x.shape[-1] == 1:
         return x
     a, b = np.split(x, 2, -1)
@@ -24,7 +24,7 @@ def transform(x):
 
 
 def wide(n, block, offset=0):
-    """Elements of a block on the wire."""
+    """The number of elements in a block on the wire."""
     d = 8
     while d < min(n, block):
         d *= 2
@@ -32,13 +32,13 @@ def wide(n, block, offset=0):
 
 
 def sent(n, block):
-    """Elements on the wire, and blocks."""
+    """The number of elements on the wire, and of blocks."""
     d = wide(n, block)
     return math.ceil(n / d) * d, math.ceil(n / d)
 
 
 def turned(x, where, stream, block):
-    """For each block: its length, what it becomes in the rotated space (times sqrt(d)), and the signs."""
+    """For each block: its length, its rotated elements (times sqrt(d)), and the random signs."""
     d = wide(len(x), block, where.offset)
     total = math.ceil(len(x) / d) * d
     sigma = 1 - 2 * ((where.shared_words("rotation", total) >> np.uint32(31 - stream)) & 1).astype(np.float32)
@@ -66,7 +66,7 @@ def eden(bits, block, biased=False, golden=None):
             square, root = total((part / top) ** 2), np.float32(math.sqrt(d))
             y = r / (np.sqrt(square) or np.float32(1))
             c = table[(y[:, None] > middles).sum(1)] if bits > 1 else np.where(r >= 0, 1, -1).astype(np.float32)
-            # What is 0 in the second stage is a sum of levels that cancel: nothing may be rounded otherwise here.
+            # In the second stage a 0 is a sum of levels that cancel, so round here exactly as the compressor does.
             scale = total(abs(r)) / np.float32(d**1.5) if biased else square / (total(r * c) or 1) * root
             found.append((sigma * transform(c) * (scale * top / root))[:length])
         return np.concatenate(found).astype(np.float32)
@@ -84,7 +84,7 @@ def eden(bits, block, biased=False, golden=None):
 
 
 def kashin_frame(n, d, where, m):
-    """Which rows of the Hadamard matrix, and the signs of each block's elements."""
+    """The chosen rows of the Hadamard matrix, and the signs of each block's elements."""
     drawn = where._replace(offset=0).shared_words("rows", d)
     rows = np.sort(np.argsort(drawn, kind="stable")[:n])
     signs = 1 - 2 * (where.shared_words("signs", m * n) >> np.uint32(31)).astype(np.float32)
@@ -92,7 +92,7 @@ def kashin_frame(n, d, where, m):
 
 
 def kashin_coefficients(x, rows, d, passes, eta, delta):
-    """Each row's a with U a = x, U rows of the transform over sqrt(d), by the paper's loop; in x's own precision."""
+    """For each row of x, coefficients a with U a = x by the paper's loop; U: rows of the transform over sqrt(d)."""
     kind = x.dtype.type
     root = kind(math.sqrt(d))
 

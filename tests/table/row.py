@@ -14,7 +14,7 @@ X = np.array([0.5, -1, 0.25, 0, -0.125, 2, -0.75, 1.5], np.float32)
 
 
 class Where(NamedTuple):
-    """Whose random numbers a formula draws."""
+    """Selects the random stream that a formula draws from."""
 
     name: str = "w"
     step: int = 0
@@ -26,7 +26,7 @@ class Where(NamedTuple):
         return streams.words(*streams.keys(0, label, self.name, self.step, self.rank + 1), self.offset, n)
 
     def shared_words(self, label: str, n: int) -> Any:
-        """uint32[n] of the stream that all workers draw alike."""
+        """uint32[n] of the stream that is the same on all workers."""
         return streams.words(*streams.keys(0, label, self.name, self.step, 0), self.offset, n)
 
     def uniform(self, label: str, n: int) -> Any:
@@ -40,7 +40,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A compressor with its settings, and what is expected of it."""
+    """A compressor with its settings, and its expected properties."""
 
     params: dict[str, Any]
     communicators: tuple[str, ...]
@@ -95,7 +95,7 @@ def blocks(x: Any, block: int) -> list[Any]:
 
 
 def by_block(x: Any, block: int, of_block: Callable[[Any, int], Any]) -> Any:
-    """float32[n]: ``of_block(x of a block, where it begins)`` for each block, one after the other."""
+    """float32[n]: ``of_block(elements, start)`` of each block, concatenated."""
     found, start = [], 0
     for part in blocks(x, block):
         found.append(of_block(part, start))
@@ -104,7 +104,7 @@ def by_block(x: Any, block: int, of_block: Callable[[Any, int], Any]) -> Any:
 
 
 def packed(bits: int, n: int) -> int:
-    """Bytes of n codes; those of 3, 5, 6 or 7 bits come in groups of eight."""
+    """Bytes of n codes; codes of 3, 5, 6 or 7 bits are packed in groups of eight."""
     return math.ceil(n * bits / 8) if 8 % bits == 0 else math.ceil(n / 8) * bits
 
 
@@ -114,7 +114,7 @@ def count(n: int, block: int) -> int:
 
 
 def cut(block: int) -> tuple[str, ...]:
-    """The communicators of a method that needs all payloads, with statistics of blocks (0: of the whole tensor)."""
+    """The communicators of a method that needs all payloads; with statistics by block ("twostage") or not (0)."""
     return (*ANY, "twostage") if block else ANY
 
 

@@ -22,7 +22,7 @@ def threelc(sparsity=1.0, zero_run=True, block=0, golden=None):
         for start in range(0, x.size, 5):
             if found[start : start + 5].any():
                 total, run = total + 1, 0
-            else:  # 14 of them are one byte
+            else:  # up to 14 zero bytes become one byte
                 total, run = total + (run % 14 == 0), run + 1
         return total
 
@@ -38,7 +38,7 @@ def threelc(sparsity=1.0, zero_run=True, block=0, golden=None):
 
 
 def inceptionn(bound, lowest, middle, everywhere=True, golden=None):
-    """``lowest`` and ``middle``: exponents from which on an element has 8 and 16 bits."""
+    """Elements with at least the exponent ``lowest`` have 8 bits, from ``middle`` on 16."""
 
     def classes(x):
         exponent = np.frexp(x)[1] - 1
@@ -67,7 +67,7 @@ def inceptionn(bound, lowest, middle, everywhere=True, golden=None):
 
 
 def sketch(quantiles, everywhere=True, golden=None):
-    """Each element by the mean of those of nearly its rank."""
+    """Each element becomes the mean of its quantile."""
 
     def formula(x, where):
         found = np.zeros(len(x))
@@ -85,13 +85,13 @@ def sketch(quantiles, everywhere=True, golden=None):
 
 
 ROWS = [
-    # 0 0 0 0 0 and 1 0 1
+    # Codes 0 0 0 0 0 and 1 0 1.
     threelc(golden=("7983", hexes(2, dtype="f4"))),
     threelc(1.75),
     threelc(zero_run=False),
-    # Of 2.5: 0 0 0 0 0 and 1 0 1
+    # With scale 2.5, codes 0 0 0 0 0 and 1 0 1.
     threelc(1.25, zero_run=False, block=40, golden=("7983", hexes(2.5, dtype="f4"))),
-    # Magnitudes 16384 8192 4096 24576, the last two negative.
+    # 16-bit magnitudes 16384 8192 4096 24576; the last two numbers are negative.
     inceptionn(2**-10, -10, -5, golden=("2eee", hexes(-1, 2, 1.5, dtype="f4"), "00400020" + "009000e0", "")),
     inceptionn(0.003, -8, -4),
     inceptionn(2**-5, -5, -2, everywhere=False),

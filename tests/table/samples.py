@@ -14,7 +14,7 @@ def counted(positions):
 
 
 def sampled(ratio):
-    """The positions above 1.03 ** j times the sample's threshold, for the j that gives a number nearest to k."""
+    """The positions above 1.03 ** j times the sample's threshold; j makes their number nearest to k."""
 
     def positions(x, where):
         n, size, k = len(x), abs(x), share(ratio, len(x))
@@ -32,7 +32,7 @@ def sampled(ratio):
             miss = abs(min(len(found), most) - k)
             if best is None or miss < best:
                 best, chosen, above = miss, found, np.flatnonzero(size > threshold * np.float32(1.03 ** (j + 1)))
-        if len(chosen) > most:  # ties: the first ones of the last step of thresholds
+        if len(chosen) > most:  # ties: fill up with the first elements between the last two thresholds
             if len(above) > most:
                 return chosen[:most]
             band = np.setdiff1d(chosen, above)[: most - len(above)]
@@ -87,7 +87,7 @@ def adaq(ratio, golden=None):
 
 
 def chances(x, ratio, iterations):
-    """With which probability each element is sent."""
+    """The probability with which each element is sent."""
     wanted, size = ratio * len(x), abs(x.astype(np.float64))
     p = np.minimum(wanted * size / (size.sum() or 1), 1)
     for _ in range(iterations):
@@ -102,7 +102,7 @@ def chances(x, ratio, iterations):
 
 
 def wangni(ratio, iterations, golden=None):
-    """Some for certain, some by chance."""
+    """Elements with probability 1 are always sent, others by chance."""
 
     def drawn(x, where):
         p = chances(x, ratio, iterations)
@@ -137,7 +137,7 @@ def adaptive_random(ratio, unbiased=False, golden=None):
         n, size = len(x), abs(x).astype(np.float64)
         found = np.zeros(n)
         if size.any():
-            # The upper half of the words comes first, as that of signed numbers below zero.
+            # Words are compared as signed numbers, so flip the sign bit.
             words = where.words("draw", share(ratio, n)) ^ np.uint32(1 << 31)
             np.add.at(found, np.searchsorted(size.cumsum(), (words + 0.5) / 2**32 * size.sum()), 1)
         return found
@@ -163,7 +163,7 @@ def adaptive_random(ratio, unbiased=False, golden=None):
 
 
 def first_of_bins(size):
-    """What the first step sends, when nothing is left over yet: what is at least half of its bin's largest."""
+    """The first step, without a residual: sends the elements of at least half of their bin's largest magnitude."""
 
     def positions(x):
         found = []
@@ -192,15 +192,15 @@ ROWS = [
     dgc(0.002, random=False),
     adaq(0.5, golden=(hexes(1.75, -0.875, dtype="f4"), hexes(~1, 5, ~6, 7, dtype="i4"))),
     adaq(0.01),
-    # p is |x| / 3.0625, and only 0.65 and 0.24 exceed the numbers drawn.
+    # p = |x| / 3.0625; only the random numbers 0.65 and 0.24 are below their p.
     wangni(0.25, 2, golden=("", "", hexes(5, ~6, dtype="i4"), hexes(3.0625, dtype="f4"))),
     wangni(0.05, 2),
     wangni(0.3, 0),
-    # Magnitudes add up to .5 1.5 1.75 1.75 1.875 3.875 4.625 6.125, and .68 and .28 of the last are drawn.
+    # Cumulative magnitudes .5 1.5 1.75 1.75 1.875 3.875 4.625 6.125; the random draws are .68 and .28 of the total.
     adaptive_random(0.25, golden=(hexes(0.25, -0.75, dtype="f4"), hexes(2, 6, dtype="i4"))),
     adaptive_random(0.25, unbiased=True, golden=(hexes(3.0625, -3.0625, dtype="f4"), hexes(2, 6, dtype="i4"))),
     adaptive_random(0.001),
-    # Bins 0.5 -1 0.25 0 and -0.125 2 -0.75 1.5: twice 0.5 reaches 1, and twice 1.5 reaches 2.
+    # Bins 0.5 -1 0.25 0 and -0.125 2 -0.75 1.5: elements are sent where twice their magnitude reaches 1 and 2.
     adacomp(4, golden=("0202", "00810103", hexes(1.5, dtype="f4"))),
     adacomp(50),
 ]

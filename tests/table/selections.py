@@ -8,7 +8,7 @@ from table.row import ANY, Row, Where, hexes, share
 
 
 def masked(positions):
-    """The formula of a method that sends x at ``positions(x, where)`` as it is."""
+    """The formula of a method that sends the elements at ``positions(x, where)`` unchanged."""
 
     def formula(x, where):
         found = np.zeros_like(x)
@@ -27,7 +27,7 @@ def coded(coding, n, k):
     each = {
         "int32": 4 * k,
         "bitmap": math.ceil(n / 8),
-        # Lower bits in planes of a byte, and for the upper bits a mark for each position and each step upwards.
+        # The lower bits in groups of up to a byte; the upper bits in unary: a mark per position, a zero per step.
         "elias_fano": sum(
             math.ceil(k * bits / 8) if 8 % bits == 0 else math.ceil(k / 8) * bits
             for bits in [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0)
@@ -71,7 +71,7 @@ def randomk(ratio, scaled=False, golden=None):
 
 
 def bernoulli(ratio, scaled=False, golden=None):
-    """Each drawn by itself, from the stream of all workers; the smallest word in any case."""
+    """Each element with probability ``ratio``, from the shared stream; at least the one with the smallest word."""
 
     def drawn(x, where):
         words = where.shared_words("positions", len(x))
@@ -101,7 +101,7 @@ def bernoulli(ratio, scaled=False, golden=None):
 
 
 def reach(x):
-    """How many elements reach the threshold of the rows below."""
+    """The number of elements that reach the threshold 0.5 of the rows below."""
     return sum(abs(v) >= 0.5 for v in x.reshape(-1).tolist())
 
 
@@ -118,7 +118,7 @@ def threshold(coding, golden=None):
 
 
 def selected(selector, ratio, count, coding="int32", golden=None):
-    """Top-k by another selector; ``count``: (magnitudes, k) -> how many of the largest it takes."""
+    """Top-k by another selector; ``count(magnitudes, k)``: how many of the largest it takes."""
 
     def largest(x):
         size = abs(x.reshape(-1))
@@ -137,7 +137,7 @@ def selected(selector, ratio, count, coding="int32", golden=None):
 
 
 def of_range(size, part):
-    """How many exceed a part of the way from the mean magnitude to the largest."""
+    """The number of elements above mean + part * (largest - mean)."""
     mean = size.astype(np.float64).mean()
     return int((size > np.float32(mean + part * (float(size.max()) - mean))).sum())
 
@@ -191,7 +191,7 @@ def chunks(ratio, golden=None):
 
 
 def sidco(ratio, sid="p", golden=None, **params):
-    """Of up to 4095 elements the largest; thresholds for more: test_sidco.py."""
+    """Up to 4095 elements: exactly the k largest. Thresholds for longer tensors: test_sidco.py."""
     return Row(
         {"compressor": "sidco", "compress_ratio": ratio, "sid": sid, **params},
         ANY,
@@ -203,21 +203,21 @@ def sidco(ratio, sid="p", golden=None, **params):
     )
 
 
-CHOSEN = np.array([0.5, -1, 2, -0.75, 1.5], np.float32)  # of the golden vector, at 0 1 5 6 7
+CHOSEN = np.array([0.5, -1, 2, -0.75, 1.5], np.float32)  # the golden vector's elements at 0 1 5 6 7
 ROWS = [
     topk(0.01),
     topk(0.3, golden=(hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
     topk(1.0),
-    # k = 2 of 8: the lower two bits 1 and 3, then the upper ones, 1 and 1: marks at 1 + 0 and 1 + 1.
+    # k = 2 of 8: lower two bits 1 and 3; upper bits 1 and 1, so marks at 1 + 0 and 1 + 1.
     topk(0.25, "elias_fano", golden=(hexes(2, 1.5, dtype="f4"), "0d", "06")),
     topk(0.3, "bitmap", golden=(hexes(2, 1.5, dtype="f4"), "a0")),
     topk(0.002, "auto"),
-    # The two smallest words are those of positions 0 and 2.
+    # Positions 0 and 2 have the two smallest words.
     randomk(0.1),
     randomk(0.25, golden=("0000003f0000803e",)),
     randomk(1.0),
     randomk(0.25, scaled=True, golden=("000000400000803f",)),
-    # Words 2e7d.... and 1677.... and 34.., 43.. are below 0.3 * 2**32 = 4ccc...: positions 0, 2, 4 and 6.
+    # The words 2e7d...., 1677...., 34.. and 43.. are below 0.3 * 2**32 = 4ccc...: positions 0, 2, 4 and 6.
     bernoulli(0.3, golden=(hexes(0.5, 0.25, -0.125, -0.75, dtype="f4"),)),
     bernoulli(0.1, scaled=True),
     threshold("int32", golden=(CHOSEN.tobytes().hex(), hexes(0, 1, 5, 6, 7, dtype="i4"))),

@@ -1,4 +1,4 @@
-"""Integers that all workers scale alike, and that are summed on the wire: shared_int, thc."""
+"""Integers with a scale that all workers share, summed on the wire: shared_int, thc."""
 
 import math
 
@@ -39,7 +39,7 @@ def shared_int(block=0, levels=0, dtype="int8", golden=None):
 
 def thc(bits, block, golden=None):
     """One byte for each element of a whole block (two, where sums of all four workers need them), and one norm."""
-    top, cut = 2**bits - 1, 2.1538746940614573  # which a normal variable exceeds, on one side, with a chance of 1/64
+    top, cut = 2**bits - 1, 2.1538746940614573  # a normal variable exceeds ``cut`` with probability 1/64
 
     def agreed(xs, where):
         n, whole = len(xs[0]), [list(turned(x, where, 0, block)) for x in xs]
@@ -61,7 +61,7 @@ def thc(bits, block, golden=None):
     return Row(
         {"compressor": "thc", "bits": bits, "block_size": block},
         ("allreduce",),
-        # Of four workers.
+        # The bytes with four workers.
         lambda x: sent(x.size, block)[0] * (1 if 4 * top <= 255 else 2) + 4 * sent(x.size, block)[1],
         agreed=agreed,
         random=True,
@@ -71,13 +71,13 @@ def thc(bits, block, golden=None):
 
 
 ROWS = [
-    # floor(63.5 x + u), of one worker.
+    # floor(63.5 x + u), with one worker.
     shared_int(golden=("20c11000f87fd060", hexes(2, dtype="f4"), "20c11000f87fd060")),
-    # floor(3.5 x + u) = 1 -3 0 0 -1 7 -3 6
+    # floor(3.5 x + u) = 1 -3 0 0 -1 7 -3 6.
     shared_int(64, 7, golden=("02fd01000007fd06", hexes(2, dtype="f4"), "02fd01000007fd06")),
     shared_int(8, 1),
     shared_int(64, 0, "int32"),
-    # In standard deviations .48 -.57 1.88 -1.27 .74 .39 -1.01 .74; steps + u: 9.4 6.3 14.1 3.5 10.4 9.4 4.2 10.9.
+    # In standard deviations .48 -.57 1.88 -1.27 .74 .39 -1.01 .74; in steps plus u 9.4 6.3 14.1 3.5 10.4 9.4 4.2 10.9.
     thc(4, 64, golden=("09060e030a09040b", hexes(2.853178, dtype="f4"), "09060e030a09040b")),
     thc(8, 1024),
     thc(2, 4096),

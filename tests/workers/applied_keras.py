@@ -48,12 +48,12 @@ METHODS = {
     "none": {"compressor": "none"},
 }
 SHAPES = {"a": (20, 32), "b": (32, 10)}
-STEPS, SPOILED = 8, {2: ("a", 1), 5: ("b", 0)}  # the tensor and the worker that overflow in a step
+STEPS, SPOILED = 8, {2: ("a", 1), 5: ("b", 0)}  # by step, the tensor and the worker that overflow
 found = {}
 
 
 def cells(name, wanted):
-    """Pairs of a method and a mode; tracing takes long, so that graphs are few."""
+    """Pairs of a method and a mode; few in graph mode, since tracing takes long."""
     graphs = METHODS if name == "scaler" else [] if name in ("scaler with accumulation", "uncounted") else ["topk"]
     return [(method, mode) for method in wanted for mode in MODES if mode == "eager" or method in graphs]
 
@@ -68,7 +68,7 @@ def gradients(step, overflow=0.0):
 
 
 class Loop:
-    """A training of two variables with one optimizer."""
+    """Trains two variables with one optimizer."""
 
     def __init__(self, optimizer, method, mode, wrap=True):
         rng = np.random.default_rng(0)
@@ -81,7 +81,7 @@ class Loop:
         self.begin()
 
     def begin(self):
-        """Trace a graph anew."""
+        """Trace the graph again."""
         self.call = tf.function(self.apply) if self.mode == "graph" else self.apply
 
     def apply(self, *given):
@@ -94,7 +94,7 @@ class Loop:
         self.call(*map(array, gradients(step, overflow)))
 
     def state(self):
-        """All that an exchange and a step change, by name, and the number of steps."""
+        """Everything that an exchange and a step change, by name, and the number of steps."""
         state = self.grace.state_dict()
         found = {name: variable.numpy().copy() for name, variable in zip(SHAPES, self.variables, strict=True)}
         for place, variable in enumerate(self.optimizer.variables):
@@ -112,13 +112,13 @@ def scaler(inner=None, outside=False):
     made = keras.optimizers.LossScaleOptimizer(
         inner or keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=8.0, dynamic_growth_steps=2
     )
-    if outside:  # the scaler is not wrapped itself, as after Model.compile
+    if outside:  # the scaler itself is not wrapped, as after Model.compile
         object.__setattr__(made, "wraps", made.inner_optimizer)
     return made
 
 
 def without(loop):
-    """A step that the scaler skips, by hand."""
+    """Update the oracle's scaler as for a skipped step."""
     if hasattr(loop.optimizer, "dynamic_scale"):
         loop.optimizer.dynamic_scale.assign(loop.optimizer.dynamic_scale * 0.5)
         loop.optimizer.step_counter.assign(0)
@@ -149,7 +149,7 @@ class Skips(keras.optimizers.SGD):
 
 
 class Raises(keras.optimizers.SGD):
-    """Raises when it is told to, before it changes anything."""
+    """Raises an error on demand, before it changes anything."""
 
     broken = False
 
@@ -168,7 +168,7 @@ class Uncounted(keras.optimizers.SGD):
 
 
 class Adds(keras.optimizers.SGD):
-    """Adds up two gradients for each step that Keras counts."""
+    """Sums two gradients for each step that Keras counts."""
 
     def build(self, variables):
         super().build(variables)
@@ -210,7 +210,7 @@ for name, (make, overflow) in SKIPPING.items():
             else:
                 without(oracle)
             pairs.append((loop.state(), oracle.state()))
-            if name == "skips inside":  # but for its own count of skips
+            if name == "skips inside":  # its own counter of skips differs
                 for state in pairs[-1]:
                     del state["optimizer 2"]
         found[name, method, mode] = pairs
@@ -225,7 +225,7 @@ for method, mode in cells("raises", METHODS):
             loop.begin()
         try:
             loop.step(step)
-        except Exception as error:  # in a graph one of AutoGraph's
+        except Exception as error:  # in a graph, one of AutoGraph's errors
             raised += "no step" in str(error)
             loop.begin()
         if step != 2:
@@ -258,7 +258,7 @@ for name, make in APPLIED.items():
 @grace.register("steady")
 @dataclass(frozen=True)
 class Steady(Auto):
-    """`auto` on a machine where each method is faster than those before."""
+    """`auto` with fake times: each method is faster than the previous ones."""
 
     def on_trial_end(self, decision, workers, seconds, noise=None):
         return super().on_trial_end(decision, workers, 1.0 / (1 + sum(decision.levels.values())), noise)
@@ -281,7 +281,7 @@ for name, method in POLICIES.items():
         for step in range(14):
             bad = step in (4, 7, 9, 12)
             SPOILED = {step: ("a", 1)} if bad else {}
-            if step == 2:  # "own gradients" are not summed up in this epoch, but in the next
+            if step == 2:  # trace anew: "own gradients" were not summed in this epoch, but will be in the next
                 loop.begin()
             loop.step(step, np.inf)
             if not bad:

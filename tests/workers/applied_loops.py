@@ -1,4 +1,4 @@
-"""Loops of real trainings whose exchanges are not all applied, over two workers: OUT. Saves what was found."""
+"""Real training loops that do not apply all exchanges, over two workers: OUT. Saves findings."""
 
 import copy
 import sys

@@ -1,8 +1,8 @@
-"""What was applied, cell by cell, over two workers: OUT KIND, where KIND is optimizer, ddp or fsdp, or one of them with
-"flags": then steps are judged by flags that nothing waits for, as on a device.
+"""Which exchanges count, cell by cell, over two workers: OUT KIND. KIND is optimizer, ddp or fsdp, or one of these with
+"flags": then a step is judged by flags that nothing waits for, as on a device.
 
-Each cell trains twice: with an irregular step, and as the oracle without the passes that are thrown away. Losses are
-linear, so that the gradient of a parameter is its coefficient. Saves, by cell, what differs, or the error.
+Each cell trains twice: with an irregular step, and as the oracle, without the discarded passes. Losses are linear, so
+the gradient of a parameter is its coefficient. Saves the differences or the error of each cell.
 """
 
 import sys
@@ -110,7 +110,7 @@ class Run:
 
 
 def difference(one, other, residuals=True):
-    """What differs between two runs; empty if they are equal to the bit, and the workers too."""
+    """Describes the differences between two runs; empty if they, and the workers, are equal to the bit."""
     texts = []
     if not torch.equal(one.weights(), other.weights()):
         texts.append(f"weights are {float((one.weights() - other.weights()).abs().max()):.3g} apart")
@@ -130,7 +130,7 @@ WAITING = ("2 skipped, then stepped with the same means",)
 
 
 def cell(name, methods=tuple(METHODS), kinds=("optimizer", "ddp", "fsdp")):
-    """Run a cell, a function of a method that returns what differs, for each method."""
+    """Run a cell for each method. A cell is a function of a method that returns the differences."""
 
     def decorate(function):
         for method in methods if kind in kinds and not (flags and name in WAITING) else ():
@@ -148,7 +148,7 @@ def cell(name, methods=tuple(METHODS), kinds=("optimizer", "ddp", "fsdp")):
 def versus(
     method, irregular, steps=4, at=(0, 2), make=lambda ps: torch.optim.SGD(ps, 0.1), dtype=torch.float32, oracle=None
 ):
-    """A training in which ``irregular(run, step)`` stands before some steps, against one with ``oracle`` there."""
+    """Compare a training that calls ``irregular(run, step)`` before some steps with one that calls ``oracle`` there."""
     runs = [Run(method, make, dtype) for _ in range(2)]
     for run, extra in zip(runs, (irregular, oracle), strict=True):
         for step in range(steps):
@@ -203,7 +203,7 @@ SIMPLE = ("none", "topk")
 
 
 def against_hand(method, step_of, updates, make=lambda ps: torch.optim.SGD(ps, 0.1), steps=4):
-    """``step_of(run, step)`` against ``updates(hand, weights, step)``, which changes the weights by hand."""
+    """Compare ``step_of(run, step)`` with ``updates(hand, weights, step)``, which updates the weights by hand."""
     run, hand = Run(method, make), ByHand(method)
     weights = {name: getattr(run.net, name).detach().clone() for name in SHAPES}
     for step in range(steps):
@@ -270,7 +270,7 @@ KINDS = {
 
 
 def skipped(run, step):
-    """A step that the optimizer skips inside, as its gradients are too large."""
+    """A step that the optimizer itself skips, since its gradients are too large."""
     run.optimizer.skips = True
     run.zero_grad()
     run.backward(step, extra=1, scale=100.0)
@@ -370,7 +370,7 @@ def _(method):
         run.backward(step, extra=1, names=("w", "v"))
         run.step()
 
-    if method == "drawn":  # random numbers depend on the tensor's place in its exchange only
+    if method == "drawn":  # random numbers must depend only on the tensor's position in its exchange
         return versus(method, cancelled, at=(1,), oracle=without)
     return versus(method, cancelled, oracle=without)
 
@@ -445,7 +445,7 @@ def _(method):
 
 
 def copied(run, step):
-    # Masters of the wrapped optimizer: gradients are written into kept buffers.
+    # As masters of the wrapped optimizer do: write gradients into existing buffers.
     for name, c in coefficients(step).items():
         p = getattr(run.net, name)
         if p.grad is None:
@@ -694,7 +694,7 @@ def _(method):
 
 
 class Evaluates(torch.optim.SGD):
-    """Evaluates its closure twice, and moves weights in between or not."""
+    """Evaluates its closure twice; ``moves``: changes the weights in between."""
 
     moves = True
 

@@ -24,7 +24,7 @@ METHODS = {
 
 
 class Net(nn.Module):
-    """A module from its parts and a function of the module and the input."""
+    """A module of these parts; ``forward`` is a function of the module and the input."""
 
     def __init__(self, forward, **parts):
         super().__init__()
@@ -124,7 +124,7 @@ def in_no_sync(model, step):
         loss(model).backward()
     late = loss(model)
     with model.no_sync():
-        late.backward()  # its forward pass was outside no_sync: DDP exchanges
+        late.backward()  # DDP exchanges, as the forward pass was outside no_sync
 
 
 def profiled(model, step):

@@ -35,7 +35,7 @@ SECONDS = 0.05
 
 
 def asleep(x):
-    """Return the same numbers after a delay, also when a graph runs."""
+    """Return the same numbers after a delay, also when called in a graph."""
     if door != "keras":
         time.sleep(SECONDS)
         return x

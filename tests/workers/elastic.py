@@ -27,7 +27,7 @@ summary = example.digits.summary
 
 
 def made(*args, **kwargs):
-    # From now on workers wait longer for a starting worker: this machine may be busy.
+    # Allow more time for the next worker to start: this machine may be busy.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
     folder = {"folder": Path(out, "commits")} if toolkit == "torch" and not states else {}
     states.append(original(*args, **folder, **kwargs))
@@ -35,7 +35,7 @@ def made(*args, **kwargs):
 
 
 def paced(epoch):
-    # Half-way, the three workers wait for the fourth, however fast they are.
+    # After half of the epochs, three workers slow down until the fourth has joined.
     if epoch["workers"] == 3 and epoch["epoch"] > EPOCHS // 2:
         time.sleep(1.5)
     return summary(epoch)
@@ -69,7 +69,7 @@ for name in ("interrupted", "in peace"):
     history = [(epoch["epoch"], epoch["workers"], epoch["accuracy"]) for epoch in states[-1].history]
     found[name] = (weights(states[-1]), history, grc.state_dict()["step"])
 if toolkit == "tensorflow":
-    # Four workers run a graph that was made for three.
+    # Four workers run a graph that was traced with three.
     import tensorflow as tf
 
     grc, variable = grace.grace_from_params({"compressor": "none"}), tf.Variable(tf.zeros(3))

@@ -29,7 +29,7 @@ def checksum(state):
 
 
 class Commit(keras.callbacks.Callback):
-    """Land what is in flight and commit after each epoch."""
+    """Wait until exchanges in flight have landed, and commit after each epoch."""
 
     def __init__(self, state):
         super().__init__()
@@ -44,7 +44,7 @@ class Commit(keras.callbacks.Callback):
         if local.rank == 0:
             print(f"epoch {epoch + 1}: {local.world_size} workers, accuracy {logs['val_accuracy']:.3f}", flush=True)
         if local.world_size == 3 and epoch >= EPOCHS // 2:
-            time.sleep(1.5)  # until the fourth worker comes, however fast these are
+            time.sleep(1.5)  # give the fourth worker time to join
         state.commit()
 
 
@@ -56,7 +56,7 @@ def train(state):
     images, labels, test_images, test_labels = digits.load(local.rank, local.world_size)
     batches = tf.data.Dataset.from_tensor_slices((images[..., None], labels)).shuffle(len(images), seed=0)
     total = len(digits.load(0, 1)[0])
-    batches = batches.batch(BATCH, drop_remainder=True).take(total // local.world_size // BATCH)  # as many on all
+    batches = batches.batch(BATCH, drop_remainder=True).take(total // local.world_size // BATCH)  # equal numbers
     validation = (test_images[..., None], test_labels)
     callbacks = [grace.tensorflow.LocalCallback(local), Commit(state)]
     state.model.fit(

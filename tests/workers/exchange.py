@@ -58,7 +58,7 @@ for index in rows(toolkit, transport, hvd.size() if transport == "horovod" else 
     means = list(exchange(grc))
     report = grc.report()
     tensors = sum(tensor.bytes_sent for tensor in report.tensors)
-    headers = report.bytes_sent - tensors  # the simulation's workers run in lockstep and have none
+    headers = report.bytes_sent - tensors  # the simulation has no headers, as its workers run in lockstep
     found[index] = (means, tensors, report.bytes_received - headers, report.bytes_dense, report.steps, headers)
 save(out, grc.rank, found)
 if transport == "torch":

@@ -80,8 +80,8 @@ for name, wait in (("slow", lambda: time.sleep(2)), ("stopped", lambda: stop(10)
     began = time.monotonic()
     found[name] = (train(timeout=60), time.monotonic() - began)
 
-# If a worker is slower than the timeout, the others raise an error. When it wakes, it finds that they have ended
-# (gloo), or receives what they sent before (Horovod, where messages have names).
+# If a worker is slower than the timeout, the others raise an error. Later the slow worker finds that they have ended
+# (gloo), or receives their earlier messages (Horovod, where messages have names).
 disturb = lambda step: time.sleep(6) if (rank, step) == (1, 5) else None  # noqa: E731
 began = time.monotonic()
 try:

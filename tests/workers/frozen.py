@@ -101,12 +101,12 @@ found["by hand"] = train("all", None)
 for how in ("all", "trained", "unnamed"):
     found[f"dense, {how}"] = train(how, {"compressor": "none", "timeout": 30.0})
     found[f"top-k, {how}"] = train(how, TOPK)
-# another kind of frozen tensor
+# another kind of frozen tensor: a sparse one
 found["sparse"] = train("all", TOPK, torch.eye(32).to_sparse()), train("trained", TOPK, torch.eye(32).to_sparse())
 
 
 class Averaging:
-    """Steps an optimizer on weights z, and leaves the model between z and their average, as schedule-free wrappers."""
+    """Steps weights z, and leaves the model between z and their average, like wrappers of schedule-free optimizers."""
 
     def __init__(self, base):
         self.base, self.steps = base, 0
@@ -127,7 +127,7 @@ class Averaging:
 
 
 def averaged(params):
-    """The weights after six steps of a wrapper, around an optimizer that is distributed if there are ``params``."""
+    """The weights after six steps of a wrapper; ``params``: of a distributed optimizer inside (None: a plain one)."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 50))
     base = torch.optim.SGD([p], 0.1)
     if params is not None:
@@ -190,7 +190,7 @@ order = weights if rank == 0 else [weights[2], weights[0], weights[1]]
 
 
 def momentum(pairs):
-    """An optimizer whose state tells on worker 0 which parameter it belongs to."""
+    """An optimizer whose state on worker 0 shows to which parameter it belongs."""
     optimizer = torch.optim.SGD(pairs, 0.1, momentum=0.9)
     for p in weights:
         optimizer.state[p]["momentum_buffer"] = p.detach() * (10 if rank == 0 else 0)

@@ -186,7 +186,7 @@ def resumed(parameters):
 
 found["resumed"] = [resumed(None), resumed(DRAWN)]
 
-# PyTorch's own checkpoints, which otherwise keep one worker's tensors for all.
+# PyTorch's distributed checkpoints: without GRACE's help they would store one worker's tensors for all.
 from torch.distributed import checkpoint as dcp
 
 
@@ -204,7 +204,7 @@ have = grc.state_dict()["tensors"]
 found["dcp"] = [(wanted[unit][key].numpy(), have[unit][key].numpy()) for unit in wanted for key in wanted[unit]]
 found["dcp steps"] = grc.state_dict()["step"]
 
-# Copies of shards: exact between two workers, compressed between two pairs.
+# HSDP: reductions within pairs of workers are exact, those between pairs are compressed.
 if size == 4:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     across = TorchDistributedTransport(mesh["copies"].get_group())
@@ -226,11 +226,11 @@ if size == 4:
     found["hybrid both"] = train(both, 5)
 
 
-# Parameters that some steps or some workers do not use, frozen ones, and ones that are unfrozen later.
+# Parameters that are not used in some steps or on some workers, frozen ones, and ones that are unfrozen later.
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(11))  # FSDP lists it after the parameters of the children
+        self.scale = nn.Parameter(torch.ones(11))  # FSDP lists it after the children's parameters
         self.a, self.b, self.c = nn.Linear(11, 13), nn.Sequential(nn.Linear(13, 13), nn.Tanh()), nn.Linear(13, 5)
 
     def forward(self, x, use_b, use_scale):
@@ -296,7 +296,7 @@ topk = {"compressor": "topk", "compress_ratio": 0.1}
 found["sparse branches"] = {mode: branches(mode, topk, rate=0.0) for mode in MODES}
 
 
-# Sums of scaled float16 need all parameters of all workers; here one worker of each group of shards misses some.
+# Scaled float16 sums need all parameters on all workers. Here one worker of each group of shards misses some.
 half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
 if size == 4:
     model = fully_shard(Branches(), mesh=mesh["shards"], **half)
@@ -313,7 +313,7 @@ except RuntimeError as error:
 
 # -- compressed parameters ---------------------------------------------------------------------------------------------
 class Uneven(nn.Module):
-    """Shards of different lengths, a matrix of several blocks, vectors, and frozen parameters."""
+    """Has shards of different lengths, a matrix of several blocks, vectors and frozen parameters."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ class Uneven(nn.Module):
 
 
 def watched(model):
-    """The values that each forward pass uses, by parameter."""
+    """Hooks that record the values of each parameter in each forward pass."""
     seen = {}
 
     def look(module, inputs):

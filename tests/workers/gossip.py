@@ -1,4 +1,4 @@
-"""Gossip of workers on a ring: OUT TRANSPORT. Saves each round's parameters, and the result of a training."""
+"""Gossip on a ring of workers: OUT TRANSPORT. Saves each round's parameters, and the result of a training."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Trainings of Keras that are interrupted and begun again, over two workers: OUT TOOLKIT. Saves a dictionary."""
+"""Keras trainings that are interrupted and restarted, over two workers: OUT TOOLKIT. Saves a dictionary."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ y = x[:, :5].argmax(1)
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends the training like an error in an epoch, after so many batches."""
+    """Raises an error after this many batches of an epoch."""
 
     def __init__(self, epoch, batch=0):
         super().__init__()
@@ -94,7 +94,7 @@ def backup(folder, **options):
     return grace.keras.BackupAndRestore(str(out / folder), **options)
 
 
-# Interrupted in the third epoch and begun again; in a shared folder, and in one for each worker.
+# Interrupted in the third epoch and restarted; with a shared folder, and with one for each worker.
 whole, grc, epochs = fit([start()])
 found["whole"] = (weights(whole), grc.steps, epochs)
 for folder in ("shared", f"own {rank}"):
@@ -115,7 +115,7 @@ with patch.object(keras.callbacks.BackupAndRestore, "_save_model"):
 net, grc, epochs = fit([start(), backup(f"own {rank} copy {rank}")])
 found["between"] = (weights(net), grc.steps, epochs)
 
-# Every two batches, so that Keras begins the interrupted epoch again.
+# Save every two batches, so that Keras restarts the interrupted epoch.
 fit([start(), backup("batches", save_freq=2)], Stop(1, 2))
 net, grc, epochs = fit([start(), backup("batches", save_freq=2)])
 found["batches"] = (weights(net), grc.steps, epochs)
@@ -133,7 +133,7 @@ for kind in ("missing", "damaged"):
     found[kind] = error_of(fit, [start(), backup(kind)])
 
 
-# Keras's own callback: on worker 0 alone, in any order and without ours; after its last epoch; on every worker.
+# Keras's own callback: on worker 0 alone, before or after or without ours; after its last epoch; on every worker.
 def plain(folder):
     own = keras.callbacks.BackupAndRestore(str(out / f"{folder} {rank}"), delete_checkpoint=False)
     return [own] if rank == 0 or folder == "plain" else []
@@ -152,7 +152,7 @@ with warnings.catch_warnings(record=True) as told:
 found["plain"] = (epochs, [str(each.message) for each in told if "without residuals" in str(each.message)])
 
 
-# A loop of one's own: an optimizer that worker 0 alone has loaded; one that all have, once with its Grace's state.
+# A custom loop: only worker 0 has loaded the optimizer; all have; all have, with the Grace's state.
 for kind in ("one", "all", "with its state"):
     net, grc = made()
     if kind == "with its state":

@@ -114,7 +114,7 @@ for kind, params in (("topk", TOPK), ("powersgd", {"compressor": "powersgd", "co
     results["optimizer"] = weights(net)
     found[f"loops {kind}"] = results
 
-# The structure of the sources, a source without gradient, an embedding's IndexedSlices, a persistent tape.
+# tape.gradient with nested sources, a source without gradient, an embedding's IndexedSlices, a persistent tape.
 table, unused, w = (
     tf.Variable(tf.ones((6, 3)), name="table"),
     tf.Variable([1.0], name="unused"),

@@ -30,7 +30,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 def train(net, optimizer, epochs, folder=None):
     grc = grace.grace_from_params(PARAMS)
     optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grc)
-    net.compile(optimizer, LOSS, jit_compile=False, run_eagerly=True)  # graphs of randomk take long to trace
+    net.compile(optimizer, LOSS, jit_compile=False, run_eagerly=True)  # tracing randomk takes long
     if folder is not None:
         grace.checkpoint.load(grc, folder)
     first = int(net.optimizer.iterations) // 3

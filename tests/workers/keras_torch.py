@@ -25,7 +25,7 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.1, "min_numel": 0}
 found = {"dense": keras_equal.dense_losses(rank)}
 assert "tensorflow" not in sys.modules
 
-# Top-k, from different weights, optimizer states and learning rates on the workers.
+# Top-k; weights, optimizer states and learning rates differ between workers at the start.
 grc, net = grace.grace_from_params({**TOPK, "record": str(Path(out, "run.jsonl"))}), network(seed=rank)
 optimizer = keras.optimizers.Adam(0.01)
 optimizer.build(net.trainable_variables)
@@ -42,7 +42,7 @@ found["report"] = (
 )
 found["record"] = Path(out, "run.jsonl").exists()
 
-# One batch at a time: the weights of one worker that trains on all batches, with the settings of Keras's optimizers.
+# Small batches, compared with one worker that trains on all batches, with various settings of Keras's optimizers.
 for name, settings in {
     "clipnorm": {"clipnorm": 0.05},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -90,7 +90,7 @@ if rank == 0:
 means = grace.keras.average_gradients(grc, [v.value.grad for v in (table, unused, absent)], [table, unused, absent])
 found["loop"] = (means[0].numpy(), means[1].numpy(), means[2], grc.names)
 
-# Integers in blocks, of kernels, an embedding, and a kernel without a gradient.
+# Integers in blocks: for kernels, an embedding, and a kernel without a gradient.
 INT4 = {"compressor": "blockint", "bits": 4, "block_size": 16, "communicator": "allgather", "min_numel": 0}
 shapes = {"kernel": (12, 20), "lstm_kernel": (8, 30), "embeddings": (12, 20), "absent_kernel": (4, 8)}
 tensors = [keras.Variable(np.zeros(shape, "float32"), name=name) for name, shape in shapes.items()]
@@ -142,7 +142,7 @@ train(
 )
 found["local"] = weights(net)
 
-# Models that differ, and one whose gradients no worker averages.
+# Errors: models that differ, and a model whose gradients no worker averages.
 net = keras.Sequential([keras.Input((3 + rank,)), keras.layers.Dense(4)])
 try:
     grace.keras.broadcast_variables(net.variables)

@@ -29,7 +29,7 @@ found = {}
 
 
 def made(params):
-    """A Grace, and a function that exchanges gradients with it: in TensorFlow a graph, whose traces are counted."""
+    """A Grace, and a function that exchanges with it: in TensorFlow a graph, whose traces are counted."""
     grc = grace.grace_from_params({"policy": "accordion", "window": 2, "min_numel": 0, **params})
     grc.build({name: array(x) for name, x in sequence(size)[0][rank].items()})
     traces = []
@@ -59,7 +59,7 @@ LAST = STEPS * EPOCHS
 for name, granularity, source in RUNS:
     grc, step, traces = made({**BASES[name], "granularity": granularity, "norm_source": source})
     held, means = go(grc, step, 0, LAST)
-    sent = sum(tensor.bytes_sent for tensor in grc.report().tensors)  # without the messages' headers
+    sent = sum(tensor.bytes_sent for tensor in grc.report().tensors)  # without headers
     found[name, granularity, source] = (held, means, levels_of(grc.report()), sent, len(traces))
 
 # Continue from the middle of a window with new objects.

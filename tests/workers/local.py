@@ -213,7 +213,7 @@ if kind == "torch":
         found["lost"] = str(error)
     after = own()
     same = before[0] == after[0] and str(before[1]) == str(after[1])
-    moved = all(np.abs(before[2][name] - after[2][name]).max() > 0.1 for name in SHAPES)  # moved by its own inner step
+    moved = all(np.abs(before[2][name] - after[2][name]).max() > 0.1 for name in SHAPES)  # keeps its inner step
     found["unchanged"] = same and moved and not local.in_flight
     local.reset("local", [local.state_dict()])  # continue alone, without the lost workers
     landed = local.landed

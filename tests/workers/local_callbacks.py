@@ -36,7 +36,7 @@ def data(worker, batches):
 
 
 class Watch(callbacks.Callback):
-    """The weights at the end of each epoch, as a callback that restores the best finds them."""
+    """Records the weights at the end of each epoch, as callbacks see them that restore the best weights."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Watch(callbacks.Callback):
 
 
 class Prune(callbacks.Callback):
-    """A user's callback that prunes on worker 1 alone as training ends."""
+    """A user's callback that prunes weights at the end, on worker 1 alone."""
 
     def on_train_end(self, logs=None):
         if rank == 1:
@@ -96,7 +96,7 @@ def pruned(*history):
 
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.3, "min_numel": 0}
-# With 7 batches the last epoch ends in the middle of a slot, with 8 with a landing. TensorFlow traces each fit anew.
+# With 7 batches the last epoch ends within an interval, with 8 at a landing. TensorFlow retraces for each fit.
 for batches in (7, 8) if toolkit == "torch" else (7,):
     for first in (True, False):
         found[f"best {batches} {first}"] = best(batches, first)

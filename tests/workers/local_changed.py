@@ -1,4 +1,4 @@
-"""Local training whose weights change besides its steps, and workers that do different things: OUT KIND.
+"""Local training: weights changed outside its steps, and workers that do different things. Arguments: OUT KIND.
 
 KIND: "torch" (torch.distributed), "horovod" (PyTorch over Horovod) or "tensorflow" (over Horovod).
 """
@@ -26,13 +26,13 @@ else:
     rank, size = join_torch(kind)
 transport = "torch" if kind == "torch" else "horovod"
 TOPK = {"compressor": "topk", "compress_ratio": 0.3, "min_numel": 0}
-# large enough for PyTorch's own collectives, of which gloo ends the process if sizes differ
+# large enough for PyTorch's own collectives: with different sizes gloo ends the process
 SHAPES = {"a": (300, 400), "b": (900,), "c": (200, 100), "d": (7,)}
 found = {}
 
 
 class Net:
-    """Parameters that a plain optimizer moves by a given amount, and their local training."""
+    """Parameters that a plain optimizer moves by given amounts, with local training."""
 
     def __init__(self, shapes=SHAPES, params=TOPK, timeout=20, **settings):
         rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ class Net:
             if kind == "tensorflow":
                 p.assign(values[name])
             else:
-                p.data.copy_(torch.from_numpy(values[name]))  # PyTorch counts no such write
+                p.data.copy_(torch.from_numpy(values[name]))  # a write that PyTorch's version counter misses
 
     def values(self):
         return {name: np.array(p.numpy() if kind == "tensorflow" else p.detach()) for name, p in self.named.items()}
@@ -106,7 +106,7 @@ for name, steps in (("in a slot", 6), ("after a landing", 8)):
 net = Net(fragments=2)
 net.train(8)
 if rank == 1:
-    net.write({name: value + 1 for name, value in net.values().items()})  # as one worker alone loads a model
+    net.write({name: value + 1 for name, value in net.values().items()})  # as if one worker loaded a model
 found["one worker"] = finished(net)
 
 net = Net(fragment_sync_delay=2)

@@ -144,7 +144,7 @@ for door in DOORS:
             scales.append(scaler.get_scale())
     found[f"scaler {door}"] = (weights(net), weights(whole), weights(network()), scales)
 
-# Gradients within float16's range whose mean exceeds it: an overflow like any other.
+# Gradients fit into float16, but their mean does not: handled like any other overflow.
 for door in DOORS:
     torch.manual_seed(0)
     net = nn.Linear(20, 5, bias=False).half()
@@ -197,7 +197,7 @@ for door in DOORS:  # an integer parameter cannot be trained, and does not distu
 for door in DOORS:
     both("clipped after", door, before_step=lambda net: clip_grad_norm_(net.parameters(), 0.3))
 
-# Each worker's own gradient, before it is averaged: by value in a hook, by norm with gradients that are set by hand.
+# Clips each worker's own gradient before averaging: by value in a hook, or by norm with gradients set by hand.
 LIMIT = 0.01
 net, whole = network(), network()
 for p in net.parameters():
@@ -250,7 +250,7 @@ for kind, params in (("none", DENSE), ("topk", TOPK)):
 
 # -- gradients that are absent, sparse, shared, frozen -----------------------------------------------------------------
 class Branches(nn.Module):
-    """Each step uses one branch besides the trunk; `which` says which one, by step and worker."""
+    """Each step uses the trunk and one branch; `which` selects it by step and worker."""
 
     def __init__(self):
         super().__init__()

@@ -35,7 +35,7 @@ def new():
     return grace.grace_from_params(TOPK)
 
 
-# Accelerate: the state of all workers; loaded before there are tensors, and after.
+# Accelerate saves the state of all workers; it is loaded before or after the tensors are known.
 grc = new()
 train(grc, 0, STEPS)
 accelerator = Accelerator(cpu=True)
@@ -65,11 +65,11 @@ other = new()
 fabric.load(out / "fabric.ckpt", {"grace": grace.torch.GatheredState(other)})
 found["fabric"] = (whole, train(other, STEPS, 2 * STEPS), other.steps)
 
-# The Grace itself, of which worker 0's state is saved for all.
+# If the Grace itself is registered, worker 0's state is saved for all workers.
 accelerator = Accelerator(cpu=True)
 accelerator.register_for_checkpointing(grc)
 accelerator.save_state(str(out / "plain"))
-accelerator.wait_for_everyone()  # worker 0 alone writes
+accelerator.wait_for_everyone()  # only worker 0 writes
 for built in (False, True):
     other = new()
     if built:
@@ -85,7 +85,7 @@ for built in (False, True):
             torch.equal(value, after["tensors"]["w"][key]) for key, value in before["tensors"]["w"].items()
         )
 
-# Each worker the other's, and a state that one worker alone cannot read.
+# Each worker loads the other's state; then a state that one worker cannot read.
 torch.save(grc.state_dict(), out / f"{rank}.pt")
 torch.distributed.barrier()
 other = new()

@@ -4,10 +4,10 @@ import sys
 
 import numpy as np
 
-SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
-# gloo gathers the first one, the others travel around a ring
+SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is too large for GRACE's own reduction
+# gloo's collective gathers the first one; the others use a ring
 GATHERED = (10, 2**14 + 5, 2**20 + 7, 2**20 + 1, 3 * 2**20)
-BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # gathered bytes, and summed numbers
+BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # gathered bytes, summed elements
 PASSED = (0, 10, 2**18 + 1, 2**20)  # sizes of messages from one worker to another
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
@@ -22,7 +22,7 @@ def passed(call, sender, receiver):
 
 
 def carried(transport, rank, gathered, summed):
-    """The results of a round: the gathered arrays, a mean of two arrays, and a sum; and the number of reductions."""
+    """The results of a round: gathered arrays, a mean of two arrays and a sum; and the number of reductions."""
     import torch
 
     from grace.core.collectives import Gather, Reduce

@@ -177,7 +177,7 @@ for name, settings in (("compressed", {"forward": TOPK}), ("plain", {"forward": 
                 p.copy_(value)
             boundary = Boundary(**settings, feedback="ef21").eval()
             expected = run.modules[0](boundary(first(batch(1)[0])))
-        # A product of a whole batch may be rounded otherwise than those of its parts.
+        # A batched product may be rounded differently from those of its parts.
         found[f"eval, {name}"] = torch.allclose(given, expected, rtol=1e-5, atol=1e-6)
     found[f"state after eval, {name}"] = str(state) == str(after)
 
@@ -198,7 +198,7 @@ for name, settings in (("ef21", {"forward": TOPK, "backward": B4, "feedback": "e
     )
 
 
-# Several outputs: one of integers, which cross uncompressed; one that does not depend on the parameters.
+# Several outputs: one has integers and is not compressed; one does not depend on the parameters.
 class Several(torch.nn.Module):
     def __init__(self, index):
         super().__init__()
@@ -228,13 +228,13 @@ found["refused"]["state"] = refused(lambda: run.stages[0].load_state_dict({}))
 found["refused"]["variable length"] = refused(lambda: Run("1F1B", half, {"forward": "threshold"}))
 mesh = DeviceMesh("cpu", list(range(size)))
 outputs = [DTensor.from_local(torch.ones(4), mesh, [Replicate()])]
-# torch's own names: the first up to PyTorch 2.14, the second from 2.15 on
+# private names of PyTorch: up to 2.14, and from 2.15 on
 for name, value in {"fwd_cache": (outputs, []), "_forward_chunk_states": SimpleNamespace(live_outputs=outputs)}.items():
     if hasattr(run.stages[0], name):
         getattr(run.stages[0], name)[0] = value
 found["refused"]["DTensor"] = refused(lambda: run.stages[0].get_fwd_send_ops(0))
 
-# Last: worker 3's buffer is disturbed. It raises an error and ends, and the others fail instead of waiting for it.
+# Last: worker 3's buffer is corrupted. It raises an error and ends; the others must fail instead of waiting for it.
 run = Run("1F1B", None, {"forward": B4, "feedback": "ef21", "debug": True})
 run.step(0)
 if rank == 3:

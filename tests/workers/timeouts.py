@@ -1,4 +1,4 @@
-"""The user's timeout and GRACE's, each in a process group of its own: OUT. Saves findings."""
+"""The user's timeout and GRACE's, each in a separate process group: OUT. Saves findings."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ found = {}
 
 
 def seconds(group):
-    """gloo's own timeout, which all of the group's collectives have."""
+    """gloo's timeout for all collectives of the group."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
@@ -68,7 +68,7 @@ found["usual"] = transport.timeout, transport.among([0, 1]).timeout
 
 
 def late(name, call, seconds=5):
-    """What a call gives that worker 0 makes later."""
+    """Record the outcome of a call that worker 0 makes later than the others."""
     dist.barrier()
     if rank == 0:
         time.sleep(seconds)
@@ -79,20 +79,20 @@ def late(name, call, seconds=5):
 # Worker 0 evaluates for longer than GRACE's timeout: the user's barrier waits.
 late("barrier beyond GRACE's", lambda: dist.barrier(group=long))
 
-# Worker 0 comes later than the group's timeout: GRACE's messages wait, each kind of them.
+# Worker 0 comes later than the group's timeout: each kind of GRACE's messages waits for it.
 for kind, (_, net, optimizer) in zip(("reduce", "gather"), made["longer"], strict=True):
     late(f"{kind} beyond the group's", lambda n=net, o=optimizer: step(n, o))
 grc, net, _ = made["longer"][0]
 late("broadcast beyond the group's", lambda: grace.torch.broadcast_parameters(net.state_dict(), grace=grc))
 
-# Without a timeout of its own GRACE waits as long as the group does, and with one that long. Small messages go directly
-# from worker to worker.
+# Without a timeout of its own GRACE waits as long as the group, here 3 s. With one, it waits that long. Small messages
+# are sent directly between workers.
 for name, group, options in (("the group's", other, {"width": 50}), ("GRACE's", more, {"timeout": 3.0})):
     _, net, optimizer = make(group, "none", **options)
     step(net, optimizer)
     late(f"step beyond {name}", lambda n=net, o=optimizer: step(n, o))
 
-# The group's timeout ends the user's own wait, in spite of GRACE's, which is longer.
+# The group's timeout ends the user's own wait, although GRACE's is longer.
 late("barrier beyond the group's", lambda: dist.all_reduce(torch.ones(10), group=short))
 save(out, rank, found)
 leave_gloo()

@@ -79,7 +79,7 @@ net = model()
 grc, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1), TOPK, backward_passes_per_step=2)
 found["accumulation"] = (train(net, optimizer, passes=2), grc.report().steps)
 
-# A closure that is called many times in a step, with a line search that must take the same decisions on all workers.
+# A closure that is called many times in a step; its line search must decide equally on all workers.
 net = model()
 _, optimizer = distribute(net, torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe"))
 x, y = batch(0)
@@ -95,7 +95,7 @@ for _ in range(3):
     losses.append(float(optimizer.step(closure)))
 found["closure"] = (weights(net), losses)
 
-# A loss scaler: an overflow on worker 1 is seen by both, both skip, the memory stays, and training goes on.
+# A loss scaler: both workers see worker 1's overflow and skip; the memory is unchanged, and training continues.
 net = model()
 grc, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1), TOPK)
 scaler = torch.amp.GradScaler("cpu", init_scale=16.0)

@@ -49,7 +49,7 @@ def residual(grc):
 
 
 def alike(one, two):
-    """Whether two Graces have the same residuals, to the bit."""
+    """Whether the residuals of two Graces are equal to the bit."""
     first, second = residual(one), residual(two)
     return first.keys() == second.keys() and all(
         torch.equal(first[k], second[k]) for k in first if first[k] is not None
@@ -61,7 +61,7 @@ def situation(function):
 
 
 def gan(params, frozen, penalty=False, quiet=False, ddp=False, passes=1, clear="zero_grad"):
-    """A generator's loss passes through the discriminator. ``frozen``: it gives the discriminator no gradients."""
+    """A GAN; the generator's loss passes through the discriminator. ``frozen``: this gives the latter no gradients."""
     generator, critic = linear(16, 40), torch.nn.Sequential(linear(40, 40, 1), torch.nn.Tanh(), linear(40, 1, 2))
     plain = critic
     if ddp:
@@ -82,7 +82,7 @@ def gan(params, frozen, penalty=False, quiet=False, ddp=False, passes=1, clear="
         if clear == "zero_grad":
             second.zero_grad()
         losses = [(critic(real) - 1).square().mean(), critic(generator(noise).detach()).square().mean()]
-        if penalty:  # of the gradient with respect to the input
+        if penalty:  # penalty on the gradient with respect to the input
             x = real.clone().requires_grad_()
             (slope,) = torch.autograd.grad(plain(x).sum(), x, create_graph=True)
             losses[0] = losses[0] + (slope.norm(dim=1) - 1).square().mean()
@@ -154,7 +154,7 @@ def extra_pass_inside_no_sync():
 
 
 def by_hand(before):
-    """Gradients set by hand after a pass that ``before`` discards, compared with a training without this pass."""
+    """Compare gradients set by hand after a pass that ``before`` discards with a training without this pass."""
     nets, graces = [], []
     for attack in (True, False):
         net = linear()
@@ -258,7 +258,7 @@ def accumulation(what, synchronize):
             plain.zero_grad()
     if (
         what == "scaler" and not synchronize
-    ):  # only worker 1 saw the overflow; it meets the other worker in the next exchange
+    ):  # only worker 1 saw the overflow; the workers meet again in the next exchange
         for step in range(5, 7):
             net(batch(step)).square().mean().backward()
     return weights(net), weights(reference), grc.report().steps
@@ -522,7 +522,7 @@ def a_skipped_step_leaves_no_trace():
                     continue
                 optimizer.zero_grad()
                 (net(batch(step)).square().mean()).backward()
-                continue  # finite but not applied, as by a scaler after another optimizer's overflow
+                continue  # finite, but not applied: as after an overflow in another optimizer of the scaler
             optimizer.zero_grad()
             net(batch(step)).square().mean().backward()
             optimizer.step()

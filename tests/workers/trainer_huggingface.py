@@ -1,4 +1,4 @@
-"""transformers.Trainer with grace.torch.trainer on two gloo workers: OUT [kill]. Saves what each run left.
+"""transformers.Trainer with grace.torch.trainer on two gloo workers: OUT [kill]. Saves the results of each run.
 
 "kill": worker 1 is killed after the first step that follows a checkpoint.
 """
@@ -57,7 +57,7 @@ class Kill(TrainerCallback):
 
 
 class Bypassing(Trainer):
-    """Calls the module inside DistributedDataParallel."""
+    """Calls the module inside DistributedDataParallel, so bypasses DDP."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(self.model, inputs, return_outputs, num_items_in_batch)
@@ -134,7 +134,7 @@ found["killed"] = (same(whole, after), len(losses(log)))
 lossy, _, _ = train("lossy", TOPK, save_strategy="no")
 found["files matter"] = not same(own, whole) and same(lossy, whole)
 
-# Local training: a round of two steps, so that the checkpoint after three lies within one.
+# Local training with rounds of two steps: the checkpoint after step three is within a round.
 LOCAL = {"local": {"sync_every": 2}, **TOPK}
 start = weights(made("local")[0])
 alone, log, diloco = train("local", LOCAL, max_steps=5)
@@ -182,7 +182,7 @@ for name, attribute in (("deepspeed", "is_deepspeed_enabled"), ("parts", "is_dis
     setattr(refused, attribute, True)
     found[name] = error_of(grace.torch.trainer, refused, TOPK)
 refused, _ = made("refused")
-refused.model._tp_size = 2  # as from_pretrained(tp_plan="auto") on two devices leaves it
+refused.model._tp_size = 2  # as from_pretrained(tp_plan="auto") sets it on two devices
 assert refused.model.tp_size == 2
 found["tensor parallel"] = error_of(grace.torch.trainer, refused, TOPK)
 placed = model()
@@ -196,7 +196,7 @@ refused, _ = made("refused", auto_find_batch_size=True)
 found["batch size"] = error_of(grace.torch.trainer, refused, TOPK)
 
 
-# FSDP2, which Accelerate offers on GPUs alone: so its state is told here that it trains so.
+# FSDP2. Accelerate offers it only on GPUs, so the test sets Accelerate's state by hand.
 def sharded(name, params=None, resume=None, version=2, **changed):
     trainer, _ = made(name, tied=False, **changed)
     layers = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["GPT2Block"]}
@@ -206,7 +206,7 @@ def sharded(name, params=None, resume=None, version=2, **changed):
     trainer.is_fsdp_enabled = True
     grc = None if params is None else grace.torch.trainer(trainer, params)
     trainer.train(resume_from_checkpoint=resume)
-    named = trainer.model.named_parameters()  # some are whole after the evaluation
+    named = trainer.model.named_parameters()  # after the evaluation some are unsharded
     return {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}, grc
 
 

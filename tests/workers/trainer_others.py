@@ -1,4 +1,4 @@
-"""Accelerate, Lightning, Fabric with GRACE on two gloo workers, against their own runs: OUT. Saves what was found."""
+"""Accelerate, Lightning, Fabric with GRACE on two gloo workers, compared with plain runs: OUT. Saves findings."""
 
 import logging
 import sys
@@ -97,7 +97,7 @@ found["accelerate resumed"] = (torch.equal(whole, resumed), again.grace.steps, n
 found["accelerate norms"] = norms[0]
 found["accelerate bare"] = torch.equal(accelerated(TOPK, bare=True)[0], whole)
 found["accelerate files"] = sorted(each.name for each in (out / "accelerate" / "grace").glob("*/*"))
-if rank == 0:  # as if one worker had trained so far
+if rank == 0:  # a checkpoint of a training with a single worker
     copytree(out / "accelerate", out / "alone", ignore=lambda folder, names: ["grace"])
     alone = grace.grace_from_params(TOPK, "local")
     ones = {name: torch.ones_like(p) for name, p in net().named_parameters()}
@@ -170,7 +170,7 @@ def lit(params=None, epochs=2, resume=None, checkpoints=None, again=False, kind=
         enable_model_summary=False,
         use_distributed_sampler=True,
     )
-    safe = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}  # from 2.6 on
+    safe = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}  # since Lightning 2.6
     trainer.fit(module, DataLoader(TensorDataset(X[:48], Y[:48]), 4), BATCHES, ckpt_path=resume, **safe)
     if again:
         trainer.fit_loop.max_epochs += 1
@@ -252,7 +252,7 @@ found["fabric resumed"] = (torch.equal(whole, resumed), again.steps)
 found["fabric ratio"] = grc.report().ratio
 
 
-# A loss scaler skips the second of three steps, of which worker 0's loss is not finite.
+# A loss scaler skips the second of three steps, in which worker 0's loss is not finite.
 def scaled(losses):
     model = nn.parallel.DistributedDataParallel(net())
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -262,20 +262,20 @@ def scaled(losses):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, X[rank::2], Y[rank::2]) * (factor if rank == 0 else 1.0)).backward()
         scaler.step(optimizer)
-        scaler.update(8.0)  # residuals are in the loss's scale
+        scaler.update(8.0)  # keep the scale: residuals have the scale of the loss
     return flat(model), [each.residual_norm for each in grc.report().tensors], grc.steps
 
 
 skipped, plain = scaled([1.0, float("inf"), 1.0]), scaled([1.0, 1.0])
 found["skipped"] = (torch.equal(skipped[0], plain[0]), skipped[1] == plain[1], skipped[2])
 
-# What is refused, on all workers.
+# Unsuitable settings: all workers refuse them.
 found["plain"] = error_of(grace.torch.compress, net(), TOPK)
 found["data parallel"] = error_of(grace.torch.compress, nn.DataParallel(net()), TOPK)
 
 
 class Engine(nn.Module):
-    """As DeepSpeed's: it holds the model, and averages gradients itself."""
+    """A stand-in for DeepSpeed's engine, which holds the model and averages gradients itself."""
 
     def __init__(self, module):
         super().__init__()
@@ -283,7 +283,7 @@ class Engine(nn.Module):
 
 
 class OwnEngine(lightning.pytorch.strategies.DDPStrategy):
-    """As Lightning's DeepSpeedStrategy: another wrapper than DDP."""
+    """A stand-in for Lightning's DeepSpeedStrategy, whose wrapper is not DDP."""
 
     def _setup_model(self, model):
         return Engine(model)

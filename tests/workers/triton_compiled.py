@@ -42,7 +42,7 @@ BLOCKS = {
 
 
 def forms(name):
-    """Argument types and constants of each kind of kernel that is launched."""
+    """Argument types and constants of each launched variant of a kernel."""
     if name in ("group_encode", "group_mean", "group_partials", "group_scales"):
         for number, (method, how) in enumerate(BLOCKS.values()):
             form, add = form_of_blocks(method, how), number % 2 == 0
@@ -116,7 +116,7 @@ def test_compiles(name, architecture):
 
 
 def counted(name, types, constants):
-    """How often each wide or narrow access to memory is in the code for sm_90."""
+    """The number of wide and narrow memory accesses in the code for sm_90."""
     text = compiled(name, types, constants, 90).asm["ptx"]
     return {
         access: len(re.findall(rf"\b{access.split('.')[0]}\.global(?:\.\S+)?\.{access.split('.', 1)[1]}\s", text))
@@ -143,7 +143,7 @@ def test_full_tiles_are_read_and_written_by_accesses_of_128_bits(method):
         encode = "group_encode", {**SENT, "table0": "i32", "table1": "i32"}, {**form, **shape}
         mean, each = ("group_mean", RECEIVED, {**form, "TILE": T}), T // 128 // 4
     found, back = counted(*encode), counted(*mean)
-    assert found["ld.v4.b32"] == found["st.v4.b32"] == 2 * each  # each of 128 threads
+    assert found["ld.v4.b32"] == found["st.v4.b32"] == 2 * each  # for each of 128 threads
     assert back["st.v4.b32"] == each
 
 

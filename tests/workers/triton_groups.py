@@ -62,7 +62,7 @@ CARRIERS = {
 }
 
 
-# "natural, to the nearest" has no residual: with one, natural forms no group.
+# "natural, to the nearest" runs without a residual: with one, natural forms no group.
 pytestmark = pytest.mark.filterwarnings("ignore:'natural' without error feedback:UserWarning")
 
 
@@ -75,7 +75,7 @@ def kernels(monkeypatch):
 @pytest.fixture
 def xp():
     found = get_backend("torch")
-    found.__dict__.pop("_device_kernels", None)  # which a test may have made fail
+    found.__dict__.pop("_device_kernels", None)  # a test may have made it fail
     return found
 
 
@@ -89,10 +89,10 @@ def compressor_of(params):
 
 
 def points_of(compressor, xp, sizes, workers=1, rank=0):
-    """Points of tensors, each with a hole before it, and a shard that begins inside its tensor; for two messages."""
+    """Points of tensors for two messages, each after a gap; the last one is a shard from the middle of its tensor."""
     found = []
     for number, n in enumerate(sizes):
-        offset = 61440 if number == len(sizes) - 1 else 0  # its noise is of two rows
+        offset = 61440 if number == len(sizes) - 1 else 0  # its noise takes two rows of the table
         ctx = Context(xp, f"t{number}", (n,), offset=offset, seed=5, rank=rank, world_size=workers)
         found.append(Point(ctx, recipe(compressor, ctx), number % 2))
     return found
@@ -103,7 +103,7 @@ def starts_of(sizes):
 
 
 def memory(sizes, seed, kinds=None):
-    """A vector with these segments, and numbers in the holes between them."""
+    """A vector with these segments, and other numbers in the gaps between them."""
     whole = torch.full((int(sum(sizes)) + 5 * len(sizes) + 8,), 7.0)
     for number, (at, n) in enumerate(zip(starts_of(sizes).tolist(), sizes, strict=True)):
         whole[at : at + n] = torch.from_numpy(vector(n, seed + number, (kinds or {}).get(n, "normal")))
@@ -111,7 +111,7 @@ def memory(sizes, seed, kinds=None):
 
 
 def same(one, two):
-    """The same bits; what is left of a block that is not finite is never kept, so it may be NaN or infinite."""
+    """Assert equal bits; NaN and infinity may differ, as residuals of blocks that are not finite are discarded."""
     one, two = one.numpy().view(np.uint32), two.numpy().view(np.uint32)
     one, two = (np.where((each & 0x7FFFFFFF) >= 0x7F800000, 0x7FC00000, each) for each in (one, two))
     np.testing.assert_array_equal(one, two)
@@ -119,14 +119,14 @@ def same(one, two):
 
 @pytest.mark.parametrize("method", CODED)
 def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch, method):
-    """Messages, means, new residuals and what x becomes, with one row of the state, two, and none; nothing in holes."""
+    """Messages, means, new residuals and x, with no, one or two rows of state; nothing is written into gaps."""
     sizes, compressor, workers, at = SIZES, compressor_of(CODED[method]), 3, 4 * starts_of(SIZES)
     triton, host = xp.kernels.groups, native(monkeypatch)
     messages = []
     for rank, rows in enumerate((0, 1, 2)):
         points = points_of(compressor, xp, sizes, workers, rank)
         floats = any(dtype == "float32" for _, dtype, _ in points[0].recipe.arrays)
-        rows = rows if floats else 0  # the library keeps no residuals of the others, nor does it judge them
+        rows = rows if floats else 0  # without float32 arrays the library keeps no residuals, and checks no values
         message, found = Message(points, 2), []
         for mine in (True, False):
             x, old, new = memory(sizes, 10 * rank, KIND), memory(sizes, 100 + rank), memory(sizes, 200)
@@ -161,7 +161,7 @@ def test_a_group_encodes_and_decodes_as_the_native_library_does(xp, monkeypatch,
 
 
 def same_messages(points, message, one, two):
-    # Scales may be NaN of any sign; what pads a message is not compared.
+    # NaN scales may have either sign; padding is not compared.
     for number, point in enumerate(points):
         for name, dtype, n in point.recipe.arrays:
             begin = int(message.begins[number] + message.places[name][number])
@@ -199,7 +199,7 @@ def test_steps_have_the_bits_of_the_plain_functions(xp, monkeypatch, method, car
 @pytest.mark.parametrize("broken", [(), ("group_digits",), ("group_scatter", "group_finite")], ids=str)
 @pytest.mark.parametrize("memory", ["residual", "none"])
 def test_randomk_draws_its_positions_on_the_device(xp, monkeypatch, memory, broken):
-    """Bits, states and bytes of the plain functions, with a NaN where nothing is sent; also without kernels."""
+    """Bits, states and bytes equal the plain functions', also with a NaN that is not sent, and with broken kernels."""
     sizes, found = (1, 9, 513, 2500), {}
 
     class Broken:
@@ -214,7 +214,7 @@ def test_randomk_draws_its_positions_on_the_device(xp, monkeypatch, memory, brok
         graces = team({"compressor": "randomk", "compress_ratio": 0.05, "memory": memory}, 3, xp, sizes)
         for name in broken if use == "triton" else ():
             monkeypatch.setattr(groups if hasattr(groups, name) else selections, name, Broken())
-        for each in graces:  # before one of them fails: they share a backend
+        for each in graces:  # check all before one fails, since they share a backend
             assert [group.group.on_device for group in groups_of(each).groups] == [True] * (use == "triton")
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -228,7 +228,7 @@ def test_randomk_draws_its_positions_on_the_device(xp, monkeypatch, memory, brok
 
 
 def told(xp, params, sizes=(9, 513, 1500)):
-    """Means and states of exchanges that count, are thrown away, joined, abandoned, partly absent or not finite."""
+    """Means and states of exchanges that count, are discarded, joined or abandoned, are partly absent or not finite."""
     graces, found = team({**params, "nonfinite": "zero"}, 2, xp, sizes), []
     for each in graces:
         each.defer_commit = each.track_missing = True
@@ -287,7 +287,7 @@ def test_states_are_decided_as_those_of_the_plain_functions(xp, monkeypatch, met
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("method", ["int4", "int2 at random"])
 def test_no_step_reads_a_value(xp, monkeypatch, method, carrier):
-    """The host would wait for a device."""
+    """A read would make the host wait for the device."""
     monkeypatch.setattr(TorchBackend, "can_read_values", False)
     graces = team({**CODED[method], **CARRIERS[carrier]}, 2, xp, (9, 700))
     reads, launch = [], launcher.Launcher._launch
@@ -320,7 +320,7 @@ def test_no_step_reads_a_value(xp, monkeypatch, method, carrier):
 @pytest.mark.parametrize("broken", ["group_encode", "group_mean", "group_finite", "group_restore"])
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_kernel_that_fails_leaves_the_messages_as_they_are(xp, monkeypatch, carrier, broken):
-    """The plain functions go on, on this worker alone: the others know nothing of it."""
+    """This worker continues with the plain functions; the others do not notice."""
 
     class Broken:
         def __getitem__(self, grid):
@@ -351,9 +351,9 @@ def test_a_kernel_that_fails_leaves_the_messages_as_they_are(xp, monkeypatch, ca
 
 @pytest.mark.parametrize("method, launches", [("int4", 4), ("eden", 3), ("signs, one scale", 6), ("topk", 7)])
 def test_a_step_takes_the_same_launches_for_any_number_of_tensors(xp, monkeypatch, method, launches):
-    """One encodes, one judges, one decodes, and one restores states; large blocks take two more.
+    """One launch each to encode, to check, to decode and to restore states; large blocks need two more.
 
-    Top-k takes four to encode.
+    Top-k needs four to encode.
     """
     launched, launch = [], launcher.Launcher._launch
     monkeypatch.setattr(
@@ -384,7 +384,7 @@ def test_messages_are_copied_where_their_numbers_are_not_aligned(xp, odd):
 @pytest.mark.parametrize("memory", ["residual", "none"])
 @pytest.mark.parametrize("reads", [True, False], ids=["on a host", "as on a device"])
 def test_powersgd_is_exchanged_by_batched_products(xp, monkeypatch, memory, reads):
-    """As by the plain functions up to rounding, with one row of the state and with two, a NaN, and dead directions."""
+    """Equals the plain functions up to rounding, with one or two rows of state, a NaN, and dead directions."""
     shapes, found = ((40, 50), (50, 40), (16, 8, 3, 3), (40, 50, 1), (60, 30)), {}
     params = {"compressor": "powersgd", "compress_rank": 3, "memory": memory}
 

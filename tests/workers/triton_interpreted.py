@@ -49,13 +49,13 @@ def xp(monkeypatch):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """A backend without any kernels, whatever the environment says."""
+    """A backend without kernels, whatever the environment says."""
     monkeypatch.setattr(Plain, "kernels", None)
     return Plain()
 
 
 class Plain(TorchBackend):
-    """As on a device."""
+    """PyTorch's backend as on a device: without the host's kernels."""
 
     host_kernels = None
 
@@ -129,7 +129,7 @@ def test_blockint_encode(xp, plain, n, kind, block, bits, rounding):
     equal(left.numpy()[finite], rest[finite])
     assert not np.isfinite(left.numpy()[~np.isfinite(rest)]).any()
 
-    spent = tensor(v)  # without a residual x stays as it is
+    spent = tensor(v)  # without a residual x stays unchanged
     (again, _), left = xp.kernels.quantisers.blockint_encode(spent, None, block, bits, rng)
     equal(again, codes)
     equal(left, v)
@@ -222,7 +222,7 @@ def test_eden_encode(xp, plain, n, kind, compressor):
     (codes, scales, streams), left = xp.kernels.transforms.eden_encode(spent, kept, d, levels, *how)
     ulps(scales, payload[1].numpy())
     equal(streams, payload[2])
-    finite = np.isfinite(scales.numpy())  # blocks that are not may have any codes
+    finite = np.isfinite(scales.numpy())  # other blocks may have any codes
     equal(codes.reshape(len(finite), -1)[finite], payload[0].reshape(len(finite), -1)[finite])
     elements = np.repeat(finite, d)[:n]
     with np.errstate(all="ignore"):
@@ -232,7 +232,7 @@ def test_eden_encode(xp, plain, n, kind, compressor):
     equal(kept, residual)
     assert left is spent
 
-    spent = tensor(v)  # without a residual x stays as it is
+    spent = tensor(v)  # without a residual x stays unchanged
     again, left = xp.kernels.transforms.eden_encode(spent, None, d, levels, *how)
     equal(again[0].reshape(len(finite), -1)[finite], codes.reshape(len(finite), -1)[finite])
     equal(again[1], scales)
@@ -270,7 +270,7 @@ def test_normal_mean_of_groups(xp, plain, workers):
 
 def rotated_mean(xp, plain, n, kind, compressor, workers):
     ctx = Context(plain, "w", (n,))
-    each = [Context(plain, "w", (n,), rank=31 - w // 2) for w in range(workers)]  # two of them agree
+    each = [Context(plain, "w", (n,), rank=31 - w // 2) for w in range(workers)]  # two ranks are equal
     payloads = [compressor.compress(tensor(vector(n, w, kind)), {}, here)[0] for w, here in enumerate(each)]
     d, levels, rng = rotation(compressor, ctx)
     out, expected = torch.full((n + 2,), 7.0), compressor.aggregate(payloads, ctx)
@@ -420,7 +420,7 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
         [{"w": vector(9001, 10 * step + w).reshape(1, 9001), "b": vector(70, step + w)} for w in range(3)]
         for step in range(3)
     ]
-    gradients[1][1]["w"][0, 77] = np.inf  # the step does not count
+    gradients[1][1]["w"][0, 77] = np.inf  # so the step does not count
     launched = []
     launch = launcher.Launcher._launch
     monkeypatch.setattr(

@@ -48,7 +48,7 @@ WARM_UPS, STEPS = 2, 2
 
 
 class Reads(TorchDispatchMode):
-    """Notes who reads values, unless they are read `allowed`."""
+    """Records where values are read, except within `allowed` calls."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ reads = None
 
 
 def watched(owner, name, allowed):
-    """Let a method note that it reads values, or what it reads be ``allowed``."""
+    """Wrap a method so that its reads are recorded or ``allowed``."""
     original = getattr(owner, name)
 
     def method(self, *rest, **form):
@@ -94,13 +94,13 @@ def watched(owner, name, allowed):
 
 for each in ("cpu", "numpy", "tolist", "__array__"):
     watched(torch.Tensor, each, False)
-watched(Launcher, "_launch", True)  # the interpreter's
+watched(Launcher, "_launch", True)  # by Triton's interpreter
 
 late = []
 
 
 def fetch(self, x):
-    """Copies at once, and notes how many steps later the values are asked for."""
+    """Copies at once, and records after how many steps the values are requested."""
     value, made = x.detach().clone(), len(steps)
 
     def wait():
@@ -163,7 +163,7 @@ def fsdp(params):
 
 
 def train(make, params, clip):
-    """The reads of the last steps, by step; how many steps later fetched values are asked for; what the report says."""
+    """The reads in the last steps, by step; the delay in steps of fetched values; and facts of the report."""
     global reads
     model, optimizer, grc = make(params)
     found = []
@@ -193,7 +193,7 @@ def step(model, optimizer):
 
 
 def apart():
-    """Worker 0 makes a pass more: after how many further steps it is an error, and which."""
+    """Worker 0 makes one more pass: after how many further steps an error is raised, and which."""
     model, optimizer, _ = ddp(METHODS["int4"])
     for _ in range(2):
         step(model, optimizer)

@@ -1,4 +1,4 @@
-"""Communicator `planned`: carries each tensor by a strategy from Espresso's tree of strategies."""
+"""Communicator `planned`: exchanges each tensor by a strategy from Espresso's tree of strategies."""
 
 from grace.communicators.planned.runner import Planned
 

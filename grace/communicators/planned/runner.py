@@ -1,4 +1,4 @@
-"""Communicator `planned`, which carries out a strategy for each tensor."""
+"""Communicator `planned`, which executes a strategy for each tensor."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Planned(Communicator):
         return self.node_size if self.ways is None else self.ways.node_size
 
     def _dense(self, name: str) -> bool:
-        # Whether the tensor is averaged uncompressed, at every level of a policy.
+        # Returns whether the tensor is averaged uncompressed, at every level of a policy.
         return self.option == DENSE_FLAT if self.ways is None else self.ways.dense(name)
 
     def _route(self, name: str) -> Option:
@@ -149,7 +149,7 @@ class Planned(Communicator):
 
 
 def check(option: Option, method: Method) -> None:
-    """Raise ValueError, naming the remedy, for a method that a strategy cannot carry."""
+    """Raise ValueError, naming the remedy, for a method that a strategy does not support."""
     if not option.compressions:
         return
     compressor, name = method.compressor, name_of(method.compressor)
@@ -173,7 +173,7 @@ def check(option: Option, method: Method) -> None:
 
 
 def carries(option: Option, method: Method) -> bool:
-    """Whether a strategy can carry a method: `check` passes."""
+    """Return whether a strategy supports a method: `check` passes."""
     try:
         check(option, method)
     except ValueError:
@@ -182,7 +182,7 @@ def carries(option: Option, method: Method) -> bool:
 
 
 def summable(compressor: Compressor) -> bool:
-    """Whether ``allreduce*`` can carry a compressor: the float mean of its payloads decodes to the tensors' mean."""
+    """Return whether ``allreduce*`` supports a compressor: the mean of its payloads decodes to the tensors' mean."""
     floats = compressor.traits.wire_sum is None and type(compressor).reduced is Compressor.reduced
     return compressor.traits.combine is Combine.MEAN and floats
 
@@ -190,7 +190,7 @@ def summable(compressor: Compressor) -> bool:
 # -- the steps of a strategy -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlanStep:
-    """One action of a strategy, with what one worker holds before it."""
+    """One action of a strategy, and the data that one worker holds before it."""
 
     action: Action
     here: bool
@@ -243,7 +243,7 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
         place, size = places[level]
         if kind == "compress":
             cuts, pieces = _divisions(option.actions[number + 1 :], places), 1
-            if stage:  # the first one keeps the tensor's name, as in a communicator that compresses once
+            if stage:  # the first compression keeps the tensor's name, as if it were the only one
                 # Machines that hold the same mean must compress it alike, so that their results are equal.
                 rank = ctx.rank % nodes if met else ctx.rank
                 region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
@@ -269,7 +269,8 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
 
 
 def _divisions(rest: Sequence[Action], places: Mapping[Level, tuple[int, int]]) -> tuple[int, ...]:
-    # `PlanStep.cuts` of a compression: the group size of each AllToAll before decompression. ``rest``: later actions.
+    # Returns `PlanStep.cuts` of a compression: the group size of each AllToAll before decompression. ``rest``: the
+    # actions after the compression.
     found: list[int] = []
     for action in rest:
         if action.kind == "decompress":
@@ -297,7 +298,7 @@ class _Worker:
         self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 
     def go(self, leg: PlanStep) -> Program[None]:
-        """Carry out an action."""
+        """Execute an action."""
         if leg.here:
             yield from getattr(self, f"_{leg.action.kind}{'_payloads' * leg.action.compressed}")(leg)
         elif leg.action.collective:
@@ -324,7 +325,7 @@ class _Worker:
 
     # -- dense data ----------------------------------------------------------------------------------------------------
     def _sent(self, dense: Any) -> Array:
-        # Uncompressed data travels in its own dtype.
+        # Uncompressed data is sent in its own dtype.
         return self._xp.cast(materialize(dense), self._wire)
 
     def _allreduce(self, leg: PlanStep) -> Program[None]:
@@ -340,7 +341,7 @@ class _Worker:
         yield from self._averaged(((self._sent(self.dense),), *[()] * (leg.size - 1)), leg)
 
     def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: PlanStep) -> Program[None]:
-        # Average the parts that this worker receives, in rank order; the result is None if it receives none.
+        # Averages the parts that this worker receives, in rank order. Without any, the worker's data becomes None.
         received = yield AllToAll(parts, GROUPS[leg.action.level])
         totals = [self._xp.cast(array, self._dtype) for part in received for array in part]
         self.dense = None if not totals else sum(totals[1:], totals[0]) / leg.size
@@ -412,12 +413,12 @@ class _Worker:
         self._payloads = _dealt(received, len(leg.leaves), leg.pieces)
 
     def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: PlanStep) -> None:
-        # Collect, for each leaf, the payloads from all workers.
+        # Collects the payloads of all workers, by leaf.
         dealt = [_dealt(arrays, len(leaves), leg.pieces) for arrays in received]
         self._payloads = [[payload for each in dealt for payload in each[leaf]] for leaf in range(len(leaves))]
 
     def _layout(self, leaves: Sequence[Context], leg: PlanStep) -> list[tuple[str, tuple[Any, ...]]]:
-        # dtypes and shapes of the arrays that `_flat` returns for these leaves.
+        # Returns dtypes and shapes of the arrays that `_flat` returns for these leaves.
         each = (template(leg.compressor, self._xp, leaf.shape, leaf.wire) for leaf in leaves)
         return [array for arrays in each for array in arrays * leg.pieces]
 
@@ -427,7 +428,7 @@ def _flat(payloads: Sequence[Sequence[Payload]]) -> tuple[Array, ...]:
 
 
 def _dealt(arrays: Sequence[Array], leaves: int, pieces: int) -> list[list[Payload]]:
-    # The inverse of `_flat`.
+    # The inverse of `_flat`: returns the payloads by leaf and sender.
     count = len(arrays) // (leaves * pieces)
     payloads = [tuple(arrays[first : first + count]) for first in range(0, len(arrays), count)]
     return [payloads[first : first + pieces] for first in range(0, len(payloads), pieces)]

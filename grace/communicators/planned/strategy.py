@@ -1,4 +1,4 @@
-"""The tree of strategies for one tensor: where it is compressed, on which device, and by which collectives it travels.
+"""The tree of strategies for one tensor: where it is compressed, on which device, and by which collectives it is sent.
 
 A strategy (`Option`) is a sequence of actions that turns the workers' dense gradients into their sum on every worker.
 `options` returns all strategies, `check` verifies one, and `states` returns the kind of a worker's data before each
@@ -6,7 +6,7 @@ action.
 
 Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1. Its four dimensions (compress or not,
 device, collectives, position of the compression) are written here as a grammar, which yields the paper's 4341
-strategies. Payloads that the wire may sum can also travel by ``allreduce*``, in places where the paper has
+strategies. Payloads that the wire may sum can also be sent by ``allreduce*``, in places where the paper has
 ``allgather*``.
 """
 
@@ -41,7 +41,7 @@ SECOND: dict[Kind, Kind] = {
 """A divided collective is a pair: the first collective divides or collects the data, the second one distributes the
 result. Maps the first to the second."""
 CODEC: tuple[Kind, ...] = ("compress", "decompress")
-"""The actions that are no collectives."""
+"""The actions that are not collectives."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Action:
     level: Level = "flat"
     """The level of a collective; always "flat" for a (de)compression, where it has no meaning."""
     compressed: bool = False
-    """Whether a collective carries payloads."""
+    """Whether a collective sends payloads."""
     device: Device | None = None
     """The device of a (de)compression; None for a collective."""
 
@@ -69,7 +69,7 @@ class Action:
 class Option:
     """A strategy for one tensor. ``str`` gives its text; `parse` is the inverse.
 
-    The text names the actions in order, with a star where a collective carries payloads:
+    The text names the actions in order, with a star where a collective sends payloads:
     ``compress(gpu) alltoall*(flat) decompress(gpu) allgather(flat)``.
     """
 
@@ -106,7 +106,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker's data is between two actions: payloads or dense data, and how far it is summed at each level."""
+    """The kind of a worker's data between two actions: payloads or dense, and how far it is summed at each level."""
 
     compressed: bool
     flat: Place
@@ -156,7 +156,7 @@ def check(option: Option) -> None:
 
 @cache
 def states(option: Option) -> tuple[Held, ...]:
-    """What a worker's data is before each action, and at the end. ValueError as in `check`."""
+    """The kind of a worker's data before each action, and at the end. ValueError as in `check`."""
     held = [_BEGIN]
     for number, action in enumerate(option.actions):
         before = option.actions[number - 1].kind

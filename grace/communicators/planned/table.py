@@ -1,4 +1,4 @@
-"""The strategy of each tensor by a plan, for the current number of workers and the current level of a policy."""
+"""The table of each tensor's strategy in a plan, for the current number of workers and policy level."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class PlanTable:
         return self._table.origin
 
     def dense(self, name: str) -> bool:
-        """Whether a tensor is averaged uncompressed at every level of a policy."""
+        """Return whether a tensor is averaged uncompressed at every level of a policy."""
         assert self._key is not None
         levels = [table for key, table in self._given.tables.items() if key[:2] == self._key[:2]]
         return self[name].option == DENSE_FLAT and all(table.ways[name].option == DENSE_FLAT for table in levels)

@@ -87,7 +87,7 @@ class Eden(Blockwise):
         rows = blocks.rows(xp, x, d)
         m = xp.shape(rows)[0]
         streams = xp.full(m, ctx.rank % STREAMS, "uint8")
-        # Relative to the largest element: squares stay in float32's range.
+        # Divide by the largest element, so that squares stay in float32's range.
         largest = xp.max(xp.abs(rows), 1)
         rows = rows / blocks.divisor(xp, largest)
         square = xp.sum(rows * rows, 1)

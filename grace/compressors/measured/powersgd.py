@@ -28,7 +28,7 @@ class PowerSGD(WarmStarted):
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
-        # Only directions count: unit scale keeps the products in range.
+        # Only directions matter: unit scale keeps the products in range.
         q = self.revived(state["q"], ctx, "q")
         (p,) = yield Reduce((xp.linalg.left_factor(matrix, q),), "mean")
         p = xp.linalg.qr(p)

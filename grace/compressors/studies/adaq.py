@@ -32,7 +32,7 @@ class AdaQ(Placed):
         check_ratio(self.compress_ratio)
 
     def contraction(self, n: int) -> float | None:
-        # Of the squares of p elements of one sign, the sent elements, decoded as their mean, carry at least 1 / p.
+        # Of p elements of one sign, those sent, decoded as their mean, hold at least 1 / p of the sum of squares.
         return 1 / max(n, 1)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:

@@ -67,7 +67,7 @@ class ARCTopK(AgreedSparsifier):
         xp, size, many = ctx.xp, self.row_size, self.sketch_size
         words = ctx.shared_rng("signs").bits(many * size)
         signs = xp.reshape(xp.where(words < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
-        # Sums instead of a matrix product: equal on every toolkit and device, so ties resolve alike.
+        # Sums, unlike a matrix product, are equal on every toolkit and device, so ties are resolved equally.
         parts = []
         for start, stop in spans(xp, ctx.size, size):
             rows = blocks.rows(xp, x[start:stop], size)
@@ -78,7 +78,7 @@ class ARCTopK(AgreedSparsifier):
         whole = blocks.block_count(ctx.size, self.row_size) * self.row_size
         return scattered(ctx.xp, [self.elements.parts(payload, ctx)], whole)[: ctx.size]
 
-    aggregate = Compressor.aggregate  # by `decompress`
+    aggregate = Compressor.aggregate  # the default, which calls `decompress`
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         filled = ctx.xp.reshape(blocks.rows(ctx.xp, x, self.row_size), (-1,))

@@ -60,7 +60,7 @@ class Atomo(LowRank):
         s, ok, vectors = self._some(x, ctx) if 0 < self.leading < min(a, b) else self._all(x, ctx)
         n = xp.shape(s)[0]
         chance = xp.where(ok, self._chances(xp, s, r), 0.0)
-        first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # send one element anyway, to carry the NaN
+        first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # send one element anyway, so that NaN is sent
         chosen = xp.nonzero((ctx.rng("draw").uniform(n) < chance) | first)
         values = xp.where(ok, s / xp.where(chance > 0, chance, 1.0), float("nan"))
         short, long = vectors(chosen)
@@ -72,7 +72,7 @@ class Atomo(LowRank):
         # for the chosen values their unit vectors of length m, and the products of these vectors with the matrix.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         ok = xp.finite(x)
-        # In double precision, as in single precision near-equal singular values give different vectors on each toolkit.
+        # Double precision: in single precision, near-equal singular values give different vectors on each toolkit.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
         # The eigenvectors of the shorter side's Gram matrix take a third of the time of an SVD. The vectors of the
@@ -136,7 +136,7 @@ class Atomo(LowRank):
 
     def _chances(self, xp: Any, s: Array, r: int) -> Array:
         # Probabilities proportional to the values s, capped at 1, with sum r: values with probability 1 are always
-        # sent, the others share what is left of r.
+        # sent, the others share the rest of r.
         n, s = xp.shape(s)[0], s / xp.maximum(xp.max(s), TINY)
         falling = xp.take(xp.sort(s), n - 1 - xp.arange(n))
         rest = xp.sum(falling) - xp.cumsum(falling) + falling  # sum of this value and all smaller ones

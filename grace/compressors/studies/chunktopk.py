@@ -45,8 +45,8 @@ class ChunkTopK(Placed):
         return Traits(family="hybrid", block_size=self.chunk_size, nonfinite_in_payload=True)
 
     def contraction(self, n: int) -> float | None:
-        # The k sent elements of a chunk of s have at least k / s of its sum of squares, and a single mean magnitude
-        # already carries 1 / k of that.
+        # The k sent elements of a chunk of s hold at least k / s of its sum of squares, and even a single mean
+        # magnitude keeps 1 / k of that.
         return 1 / max(1, min(n, self.chunk_size))
 
     def count(self, n: int) -> int:
@@ -84,7 +84,7 @@ class ChunkTopK(Placed):
         return xp.where(codes >= 2, -size, size), self._positions(places, ctx)
 
     def _positions(self, places: Array, ctx: Context) -> Array:
-        # Positions in the tensor of places in chunks.
+        # Converts positions in chunks to positions in the tensor.
         xp, k = ctx.xp, self.count(ctx.size)
         starts = xp.arange(blocks.block_count(k, self.chunk_k)) * self.chunk_size
         return blocks.flat(xp, blocks.rows(xp, places, self.chunk_k) + xp.reshape(starts, (-1, 1)), k)

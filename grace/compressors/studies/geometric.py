@@ -60,14 +60,14 @@ class Geometric(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, block = ctx.xp, ctx.size, self.block_size or None
         low, powers = self.powers
-        # Place 0 is zero; place i is the power with exponent low + i - 1.
+        # ``places``: 0 stands for zero, i for the power with exponent low + i - 1.
         bounds = [SMALLEST, *((a + b) / 2 for a, b in pairwise(powers))]
         size = xp.where(xp.isfinite(x), xp.abs(x), 0.0)
         places = blocks.rows(xp, xp.searchsorted(xp.asarray(bounds, "float32"), size), block)
         top = xp.max(places, 1)
         codes = xp.where(places > 0, xp.maximum(places - xp.reshape(top, (-1, 1)) + POWERS, 0), 0)
         codes = xp.bitwise_or(blocks.flat(xp, codes, n), xp.cast(x < 0, "int32") * 128)
-        # A top beyond the last place marks a block with a non-finite element.
+        # A top above the last power marks a block with a non-finite element.
         bad = xp.max(blocks.rows(xp, xp.cast(xp.invert(xp.isfinite(x)), "int32"), block), 1)
         top = xp.where(bad > 0, xp.full(blocks.block_count(n, block), len(bounds) + 1, "int32"), top)
         return (xp.cast(codes, "uint8"), top + (low - 1)), state

@@ -71,14 +71,14 @@ class Kashin(Blockwise):
         )
 
     def variance(self, n: int) -> float | None:
-        # A coefficient of the rotation is a sum of elements with random signs. So (Hoeffding) the largest of d exceeds
-        # t |x| / sqrt(d) with a chance of at most 2 d exp(-t² / 2), and the expectation of its square is at most
-        # 2 ln(2 d) + 2 times |x|² / d. It never exceeds n |x|² / d.
+        # Each rotated coefficient is a sum of elements with random signs. By Hoeffding's inequality the largest of d
+        # exceeds t |x| / sqrt(d) with a probability of at most 2 d exp(-t² / 2), so the expectation of its square is
+        # at most (2 ln(2 d) + 2) |x|² / d. The square never exceeds n |x|² / d.
         n = min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length()))
         d, top = self.coefficients(n), self.top
         square = min(float(n), 2 * math.log(2 * d) + 2)
-        # The variance is the sum of m² - a² with two levels, otherwise at most the square of half a step per
-        # coefficient. |a| is at least |x|.
+        # With two levels the variance is the sum of m² - a², with m the largest coefficient; with more levels it is at
+        # most the square of half a step per coefficient. |a| is at least |x|.
         return n / d * (square - 1 if top == 1 else square / top**2)
 
     @property

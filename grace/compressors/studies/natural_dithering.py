@@ -77,7 +77,7 @@ class NaturalDithering(Blockwise):
         rows = xp.abs(blocks.rows(xp, x, self.traits.block_size))
         scale = xp.max(rows, 1)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
-        # The level below, which is not the highest, and the distance from it to the next; exact for powers of two.
+        # The level below (at most the second highest), and its distance to the next level; exact for powers of two.
         levels = _levels(self.s, self.base)
         level = xp.minimum(xp.searchsorted(xp.asarray(levels[1:], "float32"), share), self.s - 1)
         table = xp.asarray(levels, "float32")

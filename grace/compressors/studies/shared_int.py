@@ -63,7 +63,7 @@ class SharedInt(Blockwise):
 
     def variance(self, n: int) -> float | None:
         # The variance of the mean, relative to the mean of the workers' |x|²; the square of the common scale is at most
-        # N times that mean. The default levels leave one level each for 127 workers.
+        # N times that mean. By default, int8 is assumed to have one level (127 workers).
         n, levels = min(n, self.traits.block_size or n), self.levels or (WIDE if self.dtype == "int32" else 1)
         return min(n / (4 * levels**2), n**0.5 / levels)
 

@@ -172,7 +172,7 @@ class SIDCo(Sparsifier, Selector):
         return total / float(n)
 
     def _capped(self, xp: Any, x: Array, found: Array, many: Array, k: int) -> Array:
-        # ``found``, or if these positions are more than cap_factor * k, those of the k largest; among ties, the first.
+        # Returns ``found``; if it has more than cap_factor * k positions, only those of the k largest elements.
         values = xp.take(x, found)
         size = xp.where(xp.isfinite(values), xp.abs(values), LARGEST)
         room = xp.where(many > math.ceil(self.cap_factor * k), xp.full(1, k, "int64"), many)

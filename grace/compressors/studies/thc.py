@@ -67,7 +67,7 @@ class THC(Blockwise):
     def codes(self, x: Array, norm: Array, ctx: Context) -> Array:
         """This worker's codes, given the largest norms over all workers."""
         xp, d, dtype, factor = ctx.xp, width_of(ctx, self.block_size), self.dtype(ctx), self.top / (2 * CUT)
-        # On the worker with the largest norm these have variance 1, on others less.
+        # On the worker with the largest norm these have variance 1, on other workers less.
         normal = hadamard(xp, blocks.rows(xp, x, d) / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * factor
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)

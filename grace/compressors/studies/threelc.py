@@ -84,7 +84,7 @@ def _shorten(xp: Any, sent: Array) -> Array:
     # Each byte's index in its run: its distance to the last byte other than ZEROS (position -1 if there is none).
     borders = xp.concat([xp.full(1, -1, "int32"), xp.nonzero(other)])
     into = xp.arange(size) - xp.take(borders, xp.cumsum(xp.cast(other, "int32"))) - 1
-    # A run is cut after LONGEST bytes, so each start lasts until the next.
+    # Runs are cut after LONGEST bytes. Each run extends to the start of the next.
     starts = xp.nonzero(xp.where(other, True, into % LONGEST == 0))
     lengths = xp.concat([starts[1:], xp.full(1, size, "int32")]) - starts
     codes = xp.where(lengths > 1, lengths + (FIRST - 2), xp.cast(xp.take(sent, starts), "int32"))

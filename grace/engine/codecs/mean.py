@@ -1,4 +1,4 @@
-"""Means that are decoded after the state is committed, because until then their memory may hold residuals."""
+"""Means that are decoded after the state is committed: until then, the memory for the mean may hold residuals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PendingMean(Undecoded):
         return self._compressor.traits.nonfinite_in_payload
 
     def marks(self) -> list[Array]:
-        """float32 vectors, all finite if and only if the mean is."""
+        """Return float32 vectors of the payloads, which are all finite if and only if the mean is."""
         xp = self._ctx.xp
         arrays = [array for part in self._parts for payload in part.payloads for array in payload]
         return [xp.reshape(array, (-1,)) for array in arrays if xp.dtype(array) == "float32"]
@@ -74,7 +74,7 @@ class PendingMean(Undecoded):
             raise
 
     def _name_sender(self) -> None:
-        # Raise the error of the first payload that cannot be decoded by itself, with the worker that sent it.
+        # Decode the payloads one by one: the first invalid one raises a ValueError that names its sender.
         for part in self._parts:
             for number, payload in enumerate(part.payloads):
                 worker = None if part.agreed else number
@@ -104,7 +104,7 @@ class PendingMean(Undecoded):
         return self._compressor.aggregate(part.payloads, part.ctx)
 
     def _hosted(self, part: Part) -> Array | None:
-        # The mean by NumPy's kernels, as in `grace.engine.host.encode_hosted`.
+        # Returns the mean by NumPy's kernels, as `grace.engine.host.encode_hosted` encodes; None if not faster.
         ctx, host, payloads = part.ctx, host_backend(part.ctx, self._compressor), part.payloads
         if host is None:
             return None
@@ -140,7 +140,7 @@ class PendingMean(Undecoded):
 
 
 def all_finite(means: Sequence[PendingMean], xp: Any) -> bool:
-    """Whether the marks of all these means are finite: a joint check is cheaper than one for each mean."""
+    """Return whether the marks of all these means are finite: a joint check is cheaper than one for each mean."""
     kernels = xp.kernels
     if kernels and kernels.arrays.finite:
         found = [mean.places() for mean in means]

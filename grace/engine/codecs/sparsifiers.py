@@ -66,14 +66,14 @@ def _sent(compressor: Sparsifier, payload: Payload, ctx: Context) -> tuple[Array
 
 # -- topk and dgc: the selectors "exact" and "sampled", and the index coding "elias_fano" -----------------------------
 def _coded(compressor: Sparsifier, name: str, ctx: Context) -> Any:
-    # Returns the kernel that writes or reads coded positions; None if there is none or the coding is another.
+    # Returns the kernel that writes or reads positions in coding "elias_fano"; None without it, or for other codings.
     if not isinstance(compressor, SelectingSparsifier) or compressor.elements.coding(ctx.size) != "elias_fano":
         return None
     return kernel(ctx, "sparsifiers", name)
 
 
 def _write(compressor: Sparsifier, positions: Array, ctx: Context) -> tuple[Array, ...]:
-    # `Elements.write`, by a kernel if there is one.
+    # Does what `Elements.write` does, by a kernel if there is one.
     call = _coded(compressor, "positions_write", ctx)
     if call is None:
         return compressor.elements.write(positions, ctx)
@@ -82,7 +82,7 @@ def _write(compressor: Sparsifier, positions: Array, ctx: Context) -> tuple[Arra
 
 
 def _read(compressor: Sparsifier, sent: tuple[Array, ...], ctx: Context) -> Array:
-    # `Elements.read`, by a kernel if there is one.
+    # Does what `Elements.read` does, by a kernel if there is one.
     call, found = _coded(compressor, "positions_read", ctx), None
     if call is not None:
         k = compressor.elements.count(ctx.size)
@@ -124,7 +124,7 @@ def _compress(call: Any, compressor: SelectingSparsifier, x: Array, state: State
 
 
 def _sampled(call: Any, selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
-    # `Sampled.select` with a sample of ``sample`` elements; returns int32[K].
+    # Does what `Sampled.select` does, with a sample of ``sample`` elements; returns int32[K].
     xp, k = ctx.xp, kept(selector.compress_ratio, ctx.size)
     rank, most = math.ceil(selector.compress_ratio * sample), math.ceil(1.3 * k)
     factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")

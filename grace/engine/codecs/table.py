@@ -1,7 +1,7 @@
-"""Which kernels stand in for a method's plain functions: a table by the method's exact type.
+"""A table of the kernels that replace a method's plain functions, by the method's exact type.
 
-Groups (`grace.engine.groups`) do not use this table. Its calls serve single tensors: those of methods and
-communicators without groups, of TensorFlow, and on CUDA devices.
+Groups (`grace.engine.groups`) do not use this table. It serves tensors that are exchanged one by one, such as those of
+methods and communicators without groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "low_rank": ("measured.powersgd", "studies.gradzip", "studies.acpsgd", "studies.atomo"),
 }
-"""The modules of methods in `grace.compressors`, by the module of this package whose CALLS has their calls."""
+"""By module of this package: the modules of `grace.compressors` with the methods in its table CALLS."""
 _PLACES = {f"grace.compressors.{module}": family for family, modules in FAMILIES.items() for module in modules}
 
 Encode = Callable[[Any, Array, Array | None, Context], tuple[Payload, Array] | None]

@@ -1,4 +1,4 @@
-"""Which units of a message form groups."""
+"""Divides the units of a message into groups."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from grace.engine.levels import Way
 from grace.kernels.host import HostKernels
 
 KEPT = 64
-"""Number of layouts that are cached. Each bucket, part of a model and combination of a policy's levels needs one."""
+"""Maximum number of cached layouts: one for each set of units sent together, at each combination of their levels."""
 
 
 class Grouped(NamedTuple):
     """Units that form one group."""
 
     name: str
-    """The name of its program."""
+    """The name of the group's program."""
     group: Any
     """A `Group`, or a `HostedGroup` if ``hosted``."""
     units: tuple[Unit, ...]
     counts: dict[str, list[int]]
-    """What `Meter` counts for an exchange."""
+    """By unit, the counts of one exchange for `Meter`: bytes sent, bytes received, and 1."""
     names: tuple[str, ...]
-    """The tensor of each unit; empty unless each unit is a single float32 tensor."""
+    """The name of each unit's tensor; empty unless every unit is a single float32 tensor."""
     name_set: frozenset[str]
     hosted: bool = False
 
     def places(self, flat: Mapping[Unit, Any]) -> Any:
-        """The units' vectors as the group takes them: see `Group.places`."""
+        """Return the units' vectors in the form that the group's `exchange` takes: see `Group.places`."""
         return self.group.places([flat[unit] for unit in self.units])
 
 
 class Joined(NamedTuple):
-    """Units of one tensor each, without a state, that travel as one vector of float32: see `kinds.elementwise`."""
+    """Stateless units of one tensor each, sent as one concatenated float32 vector: see `kinds.elementwise`."""
 
     name: str
-    """The name of its program."""
+    """The name of the vector's program."""
     way: Way | None
-    """How the vector is compressed; None if it is not."""
+    """Method and communicator of the vector; None if it is sent uncompressed."""
     units: tuple[Unit, ...]
     names: tuple[str, ...]
-    """The tensor of each unit."""
+    """The name of each unit's tensor."""
     counts: dict[str, list[int]]
-    """What `Meter` counts for an exchange; for a compressed vector, empty until the first exchange."""
+    """As `Grouped.counts`; for a compressed vector, empty until the first exchange."""
 
 
 class Layout(NamedTuple):
-    """The groups among the units of a message."""
+    """How the units of a message are divided into groups."""
 
     groups: Sequence[Grouped] = ()
     joined: Sequence[Joined] = ()
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 class Parts(Protocol):
-    """What a `GroupBook` needs of a `Setup`."""
+    """The parts of a `Setup` that a `GroupBook` uses."""
 
     ways: Any
     store: Any
@@ -76,7 +76,7 @@ class Parts(Protocol):
 
 
 class GroupBook:
-    """The groups of a Grace, laid out when their units are first exchanged together."""
+    """Builds the groups of a Grace when their units are first exchanged together, and caches them."""
 
     def __init__(self, setup: Parts):
         self._setup = setup
@@ -84,34 +84,34 @@ class GroupBook:
         self._triton: Any = None
 
     def of(self, levels: Mapping[Unit, int], switched: bool = False) -> Layout:
-        """The groups among these units at their levels.
+        """Return the layout of these units at their policy levels.
 
-        ``switched``: the graph holds the exchange at every level, so a small graph matters more than a fast step.
+        ``switched``: the graph contains the exchange at every level, so a small graph matters more than a fast step.
         """
         xp = self._setup.xp
         host = xp if xp.mutable else xp.host
         kernels = None if host is None else host.kernels
         library = self._device_groups() or (kernels.library if isinstance(kernels, HostKernels) else None)
         if xp.tracing:
-            return self._laid_out(levels, library, switched)  # a group serves one exchange of a graph
+            return self._laid_out(levels, library, switched)  # not cached: a graph needs new groups per exchange
         key = (library, *levels.items())
         found = self._known.pop(key, None)
         if found is None:
             found = self._laid_out(levels, library)
-        self._known[key] = found  # the latest last
+        self._known[key] = found  # the most recently used last
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return found
 
     def _device_groups(self) -> Any:
-        # Returns Triton's kernels of groups, if there are any. They are kept: should they fail, a group goes on without
-        # them, because the other workers expect its message.
+        # Returns Triton's group kernels; None if there are none. They stay cached even if they fail: groups then use
+        # plain functions, because the other workers still expect their messages.
         if self._triton is None and self._setup.store.rows is not None:
             self._triton = getattr(self._setup.xp.kernels, "groups", None)
         return self._triton
 
     def clear(self) -> None:
-        """Forget all groups, because the tensors change."""
+        """Drop all groups. Called when the tensors change."""
         self._known.clear()
 
     def _laid_out(self, levels: Mapping[Unit, int], library: Any, switched: bool = False) -> Layout:
@@ -154,7 +154,7 @@ class GroupBook:
         return found
 
     def _joins_dense(self, unit: Unit, level: int) -> bool:
-        # Whether a unit travels uncompressed, as float32, and without a state.
+        # Returns whether a unit is sent uncompressed, as float32, and has no state.
         setup = self._setup
         if not _simple(unit) or not setup.plain(unit, level) or setup.wire_dtype(unit, level) != "float32":
             return False
@@ -164,8 +164,8 @@ class GroupBook:
         return memory.after_dense_mean is Memory.after_dense_mean and not setup.store.cells_by_key(unit, level)
 
     def _joins(self, unit: Unit, level: int) -> bool:
-        # Whether a unit is compressed element by element, without a state.
-        from grace.engine.groups.kinds import elementwise  # imports the methods
+        # Returns whether a unit is compressed element by element, and has no state.
+        from grace.engine.groups.kinds import elementwise  # deferred, since it imports methods
 
         setup = self._setup
         if not _simple(unit) or not self._compresses(unit, level) or setup.store.cells_by_key(unit, level):
@@ -174,17 +174,17 @@ class GroupBook:
         return elementwise(way.method, way.communicator)
 
     def _compresses(self, unit: Unit, level: int) -> bool:
-        # Whether this thread compresses a unit, as float32.
+        # Returns whether a unit is compressed, by this thread rather than the pool, and without float16 means.
         offload = self._setup.offload
         return not (
             self._setup.plain(unit, level) or unit.narrow or (offload is not None and unit.name in offload.units)
         )
 
     def _kind(self, unit: Unit, level: int) -> Any:
-        # Returns what units must share to form a group; None for a unit that is exchanged by itself.
+        # Returns a key that is equal for all units of a group; None for a unit that is exchanged by itself.
         setup = self._setup
         if self._triton is None:
-            from grace.engine.groups.kinds import kind_of  # imports the methods that have kernels
+            from grace.engine.groups.kinds import kind_of  # deferred, since it imports the methods with kernels
         else:
             from grace.engine.groups.device_kinds import device_kind as kind_of
 
@@ -199,7 +199,7 @@ class GroupBook:
 
 
 def _hosted(*parts: Any) -> Any:
-    from grace.engine.groups.hosted import HostedGroup  # imports NumPy
+    from grace.engine.groups.hosted import HostedGroup  # deferred, since it imports NumPy
 
     return HostedGroup(*parts)
 

@@ -20,7 +20,7 @@ class RowCell:
         self.table.write(self.number, value)
 
     def store(self, value: Array) -> None:
-        """As `assign`, with a copy of the array's values."""
+        """As `assign`, but copies the array's values."""
         self.table.store(self.number, value)
 
     def hold(self) -> None:

@@ -1,4 +1,4 @@
-"""The exchange of a group of randomk on a device: Triton's kernels draw the positions, which do not travel."""
+"""The exchange of a group of randomk on a device: Triton's kernels draw the positions, which are not sent."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DeviceRandomK(Group):
         ]
 
     def finite(self, landed: Drawn) -> Array:
-        """Whether the mean of each unit is finite, int32[units] on the device."""
+        """Return whether the mean of each unit is finite, int32[units] on the device."""
         xp, flags = self.xp, self.xp.full(len(self.contexts), 1, "int32")
         at = np.array([xp.buffers.address(landed.values)], np.int64)
         if not self._launches.ran(self._decoder.judge, at, flags):

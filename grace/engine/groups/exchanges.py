@@ -1,4 +1,4 @@
-"""The exchange of a group: encode, send, and decode all its units by one call each."""
+"""Exchanges of groups: one call encodes all units of a group, and one call decodes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOAT = ITEMSIZE["float32"]
 
 
 class Form(NamedTuple):
-    """Stands for an array that is yet to be made."""
+    """Dtype and shape of an array that does not exist yet."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,21 +39,21 @@ NOTHING = Form("uint8", (0,))
 
 
 def filled(asked: Collective, arrays: Sequence[Array]) -> Collective:
-    """A collective with arrays in place of its `Form`s; for an AllToAll, one for each destination."""
+    """Return a collective with its `Form`s replaced by arrays; for an AllToAll, one array per destination."""
     if isinstance(asked, AllToAll):
         return replace(asked, parts=tuple((array,) for array in arrays))
     return replace(asked, arrays=tuple(arrays))
 
 
 def each_finite(library: Library, addresses: Sequence[int], sizes: Sequence[int]) -> list[bool] | None:
-    """Whether each of the vectors at these addresses is finite; None if all are."""
+    """Return whether each of the vectors at these addresses is finite, or None if all are."""
     if library.finite(addresses, sizes, len(sizes)):
         return None
     return [bool(library.finite([at], [n], 1)) for at, n in zip(addresses, sizes, strict=True)]
 
 
 class Feedback:
-    """The residuals of the points of one encoding."""
+    """The residuals of the points that are encoded together."""
 
     def __init__(self, xp: Backend, cells: Sequence[RowCell], points: Sequence[Point], starts: Sequence[int]):
         self._xp = xp
@@ -64,11 +64,11 @@ class Feedback:
         self._old = self._new = self._bytes
 
     def hold(self) -> None:
-        """Keep the residuals from before the next exchange until it is decided."""
+        """Keep the current residuals until the next exchange is committed or discarded."""
         self._table.hold(self._which)
 
     def begin(self, x: Any) -> tuple[Any, Any]:
-        """The addresses of the old and of the new residuals, for vectors at the addresses x."""
+        """Begin an exchange of the vectors at the addresses ``x``; return the addresses of old and new residuals."""
         self._x = x
         self._old = self._table.old(self._which) + self._bytes
         self._new = self._table.new(self._which) + self._bytes
@@ -76,7 +76,7 @@ class Feedback:
         return self._old, self._new
 
     def encode(self, encoder: Encoder, x: Any, out: int, step: int) -> None:
-        """Encode the sums of the vectors at the addresses ``x`` and their residuals to the message at ``out``."""
+        """Add the residuals to the vectors at the addresses ``x``, and encode the sums to the message at ``out``."""
         encoder.encode(x, *self.begin(x), out, step)
 
     def before(self, number: int, row: Array) -> Array | None:
@@ -91,7 +91,7 @@ class Feedback:
         return found
 
     def end(self, ok: Any = None) -> None:
-        """Keep the new residuals where ``ok``, bool[points], by default everywhere. x must be as it was encoded."""
+        """Keep the new residuals where ``ok``, bool[points]; None: all. x must be unchanged since the encoding."""
         if self._x is None:
             return
         x, self._x = self._x, None
@@ -99,7 +99,7 @@ class Feedback:
         self._settle(x, ok)
 
     def undo(self) -> None:
-        """Keep the old residuals."""
+        """Restore the old residuals."""
         self.end(np.zeros(len(self._which), bool))
 
     def _settle(self, x: Any, ok: Any) -> None:
@@ -111,20 +111,20 @@ class Feedback:
         self._table.advance(self._which[ok])
 
     def _copy(self, to: int, source: int, number: int) -> None:
-        # Copies as many elements as a point has, between two addresses.
+        # Copies all elements of a point from one address to another.
         ctypes.memmove(to, source, self._sizes[number])
 
 
 class Landed:
-    """The messages of an exchange, from which its means are decoded."""
+    """The received messages of an exchange, from which its means are decoded."""
 
     def __init__(self, received: Sequence[Any], addresses: Any, step: int):
         self.addresses, self.step = addresses, step
-        self._received = received  # kept alive, since decoders only have addresses
+        self._received = received  # keeps the memory alive: decoders only have its addresses
 
 
 class Coding:
-    """The encoders and decoders of the native library."""
+    """Makes encoders and decoders that call the native library."""
 
     def __init__(self, xp: Backend, library: Library, compressor: Compressor):
         self.xp, self._library, self._compressor = xp, library, compressor
@@ -133,7 +133,7 @@ class Coding:
         return Encoder(self._library, points, message, self.xp.threads)
 
     def decoder(self, points: Sequence[Point], places: Mapping[str, Any], senders: Any, units: Any = None) -> Decoder:
-        """``units``: as in `feedback`, for a decoder that judges whether payloads are finite."""
+        """``units``: as in `feedback`, for a decoder that checks whether payloads are finite."""
         return Decoder(self._library, points, places, senders, self.xp.threads)
 
     def feedback(
@@ -143,7 +143,7 @@ class Coding:
         return Feedback(self.xp, cells, points, starts)
 
     def landed(self, received: Sequence[Any], step: int) -> Landed:
-        """The messages that were received, one array from each worker."""
+        """Return the received messages, one array from each worker, as a `Landed`."""
         return Landed(received, addresses(self.xp, received), step)
 
 
@@ -163,9 +163,9 @@ class Group(ABC):
     rounds: int
     """Number of messages that an exchange sends, one after the other."""
     overwrites: ClassVar[bool] = False
-    """Whether an exchange writes to the vectors before `finish`, and the means to the same memory."""
+    """Whether `exchange` or `finite` overwrites the vectors; `finish` then leaves the means in the same memory."""
     on_device: ClassVar[bool] = False
-    """Whether `finite` gives int32[units] on the device, which `finish` takes."""
+    """Whether `finite` returns int32[units] on the device, to be passed to `finish`."""
 
     def __init__(
         self,
@@ -189,19 +189,19 @@ class Group(ABC):
     @property
     @abstractmethod
     def asked(self) -> Sequence[Collective]:
-        """What `exchange` yields, one after the other, with `Form`s in place of arrays."""
+        """The collectives that `exchange` yields, in order, with `Form`s in place of arrays."""
 
     @abstractmethod
     def exchange(self, x: Sequence[int], step: int) -> Program[Any]:
-        """Encode the vectors at x, and send them; returns what `finish` needs."""
+        """Encode and send the vectors at the addresses x; return the argument ``landed`` of `finite` and `finish`."""
 
     @abstractmethod
     def finite(self, landed: Any) -> list[bool] | None:
-        """Whether the mean of each unit is finite; None if all are."""
+        """Return whether the mean of each unit is finite, or None if all are."""
 
     @abstractmethod
     def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
-        """Keep the new state of units where ``ok``, by default of all, and write the means of all to x."""
+        """Keep the new state of units where ``ok`` (None: of all), and write the means of all units to x."""
 
     @property
     @abstractmethod
@@ -209,18 +209,18 @@ class Group(ABC):
         """Bytes of payloads that each unit sends and receives in an exchange."""
 
     def hold(self) -> None:
-        """Keep the state from before the next exchange until it is decided."""
+        """Keep the current state until the next exchange is committed or discarded."""
         for each in self.feedback:
             each.hold()
 
     def undo(self) -> None:
-        """Keep the state from before an exchange that fails; `finish` writes that of a group without feedback."""
+        """Restore the state from before a failed exchange. State outside `feedback` is written by `finish` alone."""
         for each in self.feedback:
             each.undo()
 
 
 class CodedGroup(Group):
-    """A group whose payloads are gathered, and are decoded without the state."""
+    """A group whose payloads are gathered, and whose decoding does not read the state."""
 
     coding_of: ClassVar[Callable[..., Coding]] = Coding
 
@@ -231,8 +231,8 @@ class CodedGroup(Group):
     def _state(
         self, method: Method, prefixes: Sequence[str], points: Sequence[Point], starts: Sequence[int], units: Any
     ) -> Any:
-        # The state of some points: for each, the prefix of its cells' keys, the element of its unit's state at which
-        # it starts, and its unit's number. None without a state.
+        # Returns the state of these points; None if they have none. For each point: the prefix of its cells' keys, its
+        # first element within its unit's state, and the number of its unit.
         cells = [
             {key.removeprefix(prefix): cell for key, cell in self.cells[unit].items() if key.startswith(prefix)}
             for unit, prefix in zip(units.tolist(), prefixes, strict=True)
@@ -251,16 +251,16 @@ class CodedGroup(Group):
 
     @abstractmethod
     def settle(self, ok: Sequence[bool] | None) -> None:
-        """Keep the new state of units where ``ok``, by default of all. x must be as `exchange` left it."""
+        """Keep the new state of units where ``ok`` (None: of all). x must be unchanged since `exchange`."""
 
     @abstractmethod
     def decode(self, landed: Any, out: Sequence[int]) -> None:
-        """Write the means to the addresses ``out``, which may be x itself only after `settle`."""
+        """Write the means to the addresses ``out``. They may overwrite x only after `settle`, which reads x."""
 
     @staticmethod
     @abstractmethod
     def idle(workers: int) -> Sequence[Collective]:
-        """`asked` without units."""
+        """`asked` for a worker without units."""
 
     def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
         self.settle(ok)
@@ -283,7 +283,7 @@ class CodedGroup(Group):
             raise
 
     def _name_sender(self, decoder: Decoder, number: int, addresses: Any, step: int) -> None:
-        # Raise ValueError that names the worker whose payload of a point cannot be decoded by itself.
+        # Decode the payloads of a point one by one: an invalid one raises a ValueError that names its sender.
         compressor, ctx = self.method.compressor, decoder.points[number].ctx._with(step=step)
         for worker, arrays in decoder.payloads(number, addresses):
             payload = tuple(self.xp.asarray(array, array.dtype.name) for array in arrays)
@@ -348,7 +348,7 @@ class TwoStageGroup(CodedGroup):
         super().__init__(*parts)
         compressor, (rank, workers) = self.method.compressor, (self.contexts[0].rank, self.contexts[0].world_size)
         owned = [self.communicator.owned(compressor, ctx) for ctx in self.contexts]
-        # Shards in the order of units: ``_first`` compresses a shard, and ``_second`` compresses the mean of the shard.
+        # Shards in the order of units: the points in ``_first`` compress shards, those in ``_second`` their means.
         shards = [(unit, owner, ctx) for unit, each in enumerate(owned) for owner, ctx in each.items() if ctx.size]
         self._unit = np.array([unit for unit, _, _ in shards], np.int64)
         self._owner = np.array([owner for _, owner, _ in shards], np.int64)
@@ -403,7 +403,7 @@ class TwoStageGroup(CodedGroup):
         return int(self.contexts[0].rank)
 
     def _at(self, x: Sequence[int]) -> Any:
-        # The address of each shard.
+        # Returns the address of each shard.
         return np.array(x, np.int64)[self._unit] + FLOAT * self._starts
 
     def finite(self, landed: Landed) -> list[bool] | None:

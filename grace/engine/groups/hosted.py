@@ -16,11 +16,11 @@ from grace.engine.groups.cells import RowCell
 from grace.engine.groups.exchanges import Group, filled
 
 ALIGNED = 64
-"""Alignment in bytes of results, which TensorFlow then takes without a copy."""
+"""Alignment of results in bytes; TensorFlow uses arrays with this alignment without a copy."""
 
 
 class GivenRows:
-    """Stands in for a `RowTable` where each exchange passes the state in, as one vector, and returns the new state."""
+    """Stands in for a `RowTable`: each exchange is given the state as one vector, and returns the new state."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.flights: list[Any] = []
@@ -29,13 +29,13 @@ class GivenRows:
         self._kept = np.zeros(len(sizes), bool)
 
     def begin(self, state: Any) -> None:
-        """Take the state before an exchange, float32[n], which keeps its values."""
-        self.flights.clear()  # of an exchange that has failed
+        """Begin an exchange with this state, float32[n], which is not modified."""
+        self.flights.clear()  # left over if the last exchange failed
         self._old, self._new = state, _empty(int(self._ends[-1]))
         self._kept[:] = False
 
     def end(self) -> Any:
-        """The state after the exchange."""
+        """Return the state after the exchange, with old values for arrays that did not `advance`."""
         found = self._new
         for number in np.flatnonzero(~self._kept).tolist():
             part = slice(self._ends[number], self._ends[number + 1])
@@ -56,9 +56,9 @@ class GivenRows:
 class HostedGroup:
     """A `Group` of NumPy's backend that exchanges the arrays of another toolkit on this host, eagerly or in a graph.
 
-    ``make`` builds that group; the other arguments are those of a `Group`. Its work between two messages becomes one
-    operation. Each exchange reads the state from ``cells``, and `store` writes it back. A graph needs a new object for
-    each exchange.
+    ``make`` builds NumPy's group; the other arguments are those of `Group`. Its work between two messages runs as one
+    operation of the toolkit. Each exchange reads the state from ``cells``, and `store` writes it back. A graph needs a
+    new object for each exchange.
     """
 
     def __init__(
@@ -73,28 +73,28 @@ class HostedGroup:
     ):
         self._xp, host = xp, xp.host
         self._cells = [cell for each in cells for cell in each.values()]
-        self._forms = [xp.shape(cell.read()) for cell in self._cells]  # of the state's arrays
+        self._forms = [xp.shape(cell.read()) for cell in self._cells]  # shapes of the state's arrays
         self._rows = GivenRows([math.prod(form) for form in self._forms])
         numbers = iter(range(len(self._cells)))
         rows = [{key: RowCell(self._rows, next(numbers)) for key in each} for each in cells]
         self._group = make(host, library, method, communicator, [ctx._with(xp=host) for ctx in contexts], rows)
         self.rounds, self.traffic = self._group.rounds, self._group.traffic
         self._ends = np.cumsum([0, *(ctx.size for ctx in contexts)])
-        self._program: Any = None  # of the exchange that runs
-        self._x: Any = None  # its vectors, one after the other, which receive the means
+        self._program: Any = None  # the program of the current exchange
+        self._x: Any = None  # its vectors, concatenated; with `overwrites`, finally the means
 
     def hold(self) -> None:
-        """The cells' snapshots keep the state before an exchange."""
+        """Do nothing: snapshots of the cells keep the state from before an exchange."""
 
     def undo(self) -> None:
-        """The state is only written at the end of an exchange."""
+        """Do nothing: the state is written only at the end of an exchange."""
 
     def places(self, vectors: Sequence[Array]) -> Sequence[Array]:
-        """What `exchange` takes: the vectors themselves."""
+        """Return the vectors themselves, which `exchange` takes."""
         return vectors
 
     def exchange(self, x: Sequence[Array], step: Any) -> Program[list[Array]]:
-        """Encode float32 arrays of any shape, and send them; returns what `finish` needs."""
+        """Encode and send float32 arrays of any shape; return the argument ``landed`` of `finish`."""
         xp, joined = self._xp, self._xp.buffers.joined
         given, work = [xp.asarray(step, "int64"), joined(x)], self._begin
         if self._cells:
@@ -109,10 +109,10 @@ class HostedGroup:
     def finish(
         self, landed: list[Array], held: Sequence[bool] | None, judged: bool, zero: bool, shapes: Sequence[Any]
     ) -> tuple[list[Array], Array, list[Array]]:
-        """The units' means in these shapes, whether each is finite, bool[units], and the new state for `store`.
+        """Return the units' means in these shapes, whether each is finite, bool[units], and the new state for `store`.
 
-        ``held``: which units keep their new state if their means are finite. Unless ``judged``, all count as finite;
-        ``zero``: means that are not become zeros.
+        ``held``: the units that keep their new state if their means are finite; None: all. ``judged``: check the means;
+        otherwise all count as finite. ``zero``: replace non-finite means by zeros.
         """
 
         count, xp = len(shapes), self._xp
@@ -157,7 +157,7 @@ class HostedGroup:
         return list(arrays_of(self._program.send(_answer(asked, received))))
 
     def _returned(self, received: Sequence[Any]) -> Any:
-        # What the group's program returns after its last message.
+        # Passes the last message to the group's program, and returns the program's result.
         try:
             self._program.send(_answer(self._group.asked[-1], received))
         except StopIteration as stop:
@@ -166,17 +166,17 @@ class HostedGroup:
 
 
 def _answer(asked: Collective, received: Sequence[Any]) -> Any:
-    # Sums may be written to; messages are only read.
+    # Copies sums, because the group may overwrite them; messages are only read.
     return tuple(map(np.array, received)) if isinstance(asked, Reduce) else [(array,) for array in received]
 
 
 def _addresses(vector: Any, ends: Any) -> Any:
-    # int64[parts]: the address of each part.
+    # Returns int64[parts], the address of each part.
     return vector.ctypes.data + vector.itemsize * ends[:-1]
 
 
 def _empty(size: int) -> Any:
-    # An uninitialised vector, float32[size].
+    # Returns an uninitialised vector, float32[size], with `ALIGNED` memory.
     memory = np.empty(size + ALIGNED // 4, np.float32)
     begin = -memory.ctypes.data % ALIGNED // 4
     return memory[begin : begin + size]

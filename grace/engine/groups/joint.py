@@ -1,4 +1,4 @@
-"""Groups whose memory runs once, on the vectors of all units joined to one, because it treats each element alone."""
+"""Groups with an elementwise memory, which runs once for all units, on the concatenation of their vectors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from grace.kernels.rows import Copies, Rows
 
 
 class Joint:
-    """Vectors of these lengths, float32, as consecutive parts of one, and their copies from and to other memory."""
+    """Concatenates float32 vectors of these lengths, and copies the parts back to other memory."""
 
     def __init__(self, xp: Backend, library: Library, sizes: Sequence[int]):
         self._xp, self._library, self._sizes = xp, library, sizes
@@ -52,7 +52,7 @@ class Joint:
         return self._xp.buffers.address(vector) + FLOAT * self.starts
 
     def gathered(self, addresses: Any) -> Array:
-        """The vectors at these addresses, joined."""
+        """Return the concatenation of the vectors at these addresses."""
         found = self.empty()
         self._copies.call(addresses, self.at(found), self._xp.threads)
         return found
@@ -62,12 +62,12 @@ class Joint:
         self._copies.call(self.at(vector), addresses, self._xp.threads, only)
 
     def finite(self, vector: Array) -> list[bool] | None:
-        """Whether each part of a joined vector is finite; None if all are."""
+        """Return whether each part of a joined vector is finite; None if all are."""
         return each_finite(self._library, self.at(vector).tolist(), self._sizes)
 
 
 class JointState:
-    """The state of some points, joined; ``starts``: where each point begins in its arrays."""
+    """The concatenated state of several points. ``starts``: each point's first element within its own arrays."""
 
     def __init__(self, joint: Joint, cells: Sequence[Mapping[str, RowCell]], starts: Sequence[int]):
         self._joint, self._bytes = joint, FLOAT * np.array(starts, np.int64)
@@ -75,23 +75,23 @@ class JointState:
         self._which = {key: np.array([each[key].number for each in cells], np.int64) for key in cells[0]}
 
     def hold(self) -> None:
-        """Keep the arrays from before the next exchange until it is decided."""
+        """Keep the current arrays until the next exchange is committed or discarded."""
         for which in self._which.values():
             self._table.hold(which)
 
     def read(self) -> State:
-        """The current arrays."""
+        """The current arrays by key, each concatenated over the points."""
         return {key: self._joint.gathered(self._table.old(at) + self._bytes) for key, at in self._which.items()}
 
     def commit(self, state: State, ok: Any) -> None:
-        """Keep the new arrays where ``ok``, bool[points], by default everywhere."""
+        """Store the new arrays of points where ``ok``, bool[points]; None: of all."""
         for key, which in self._which.items():
             self._joint.scatter(state[key], self._table.new(which) + self._bytes, ok)
             self._table.advance(which if ok is None else which[ok])
 
 
 class JointMemory:
-    """Does what `Feedback` does for the memory of a ``method`` that treats each element alone."""
+    """The counterpart of `Feedback` for the memory of ``method``, which may be any elementwise memory."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class JointMemory:
         self._ctx = points[0].ctx._with(shape=(self._joint.size,))
         self._state = JointState(self._joint, cells, starts)
         self.hold = self._state.hold
-        self._new: State | None = None  # until the exchange has ended
+        self._new: State | None = None  # the new state, from `encode` until the exchange ends
 
     def encode(self, encoder: Encoder, x: Any, out: int, step: int) -> None:
-        """Encode what the memory makes of the vectors at the addresses ``x`` to the message at ``out``."""
+        """Compensate the vectors at the addresses ``x``, and encode the results to the message at ``out``."""
         joint, ctx = self._joint, self._ctx._with(step=step)
         vector, state = run_local(self._memory.compensate(joint.gathered(x), self._state.read(), ctx), self._memory)
-        left = joint.empty() if self._memory.feedback else None  # what is not sent
+        left = joint.empty() if self._memory.feedback else None  # the residual
         encoder.encode(joint.at(vector), 0, 0 if left is None else joint.at(left), out, step)
         encoded: Any = SimpleNamespace(residual=lambda x, payload, ctx: left)
         self._new = self._memory.update(vector, (), encoded, state, ctx)
@@ -128,18 +128,18 @@ class JointMemory:
         self._joint.scatter(mean, out)
 
     def end(self, ok: Any = None) -> None:
-        """Keep the new state where ``ok``, bool[points], by default everywhere."""
+        """Keep the new state of points where ``ok``, bool[points]; None: of all."""
         if self._new is not None:
             self._state.commit(self._new, ok)
             self._new = None
 
     def undo(self) -> None:
-        """Keep the old state."""
+        """Drop the new state."""
         self._new = None
 
 
 class _JointlyCoded(CodedGroup):
-    # The means are decoded to the vectors themselves, which show whether they are finite.
+    # `finite` decodes the means into the memory of the vectors, and checks them there.
     overwrites = True
     _x: Any
 
@@ -163,7 +163,7 @@ class _JointlyCoded(CodedGroup):
 
 
 class JointGathered(_JointlyCoded, GatheredGroup):
-    """`GatheredGroup` whose memory runs on the joined vector."""
+    """A `GatheredGroup` whose memory runs on the concatenated vector."""
 
     def decode(self, landed: Landed, out: Sequence[int]) -> None:
         super().decode(landed, out)
@@ -172,11 +172,11 @@ class JointGathered(_JointlyCoded, GatheredGroup):
 
 
 class JointTwoStage(_JointlyCoded, TwoStageGroup):
-    """`TwoStageGroup` whose memory runs on the joined vector."""
+    """A `TwoStageGroup` whose memory runs on the concatenated vector."""
 
 
 class SummedGroup(Group):
-    """Sums of gradients and residuals, uncompressed, by communicator "allreduce". Nothing is left for a residual."""
+    """Averages gradients plus residuals, uncompressed, by communicator "allreduce". The new residuals are zero."""
 
     rounds = 1
 
@@ -219,7 +219,7 @@ class SummedGroup(Group):
         return self._views(base + FLOAT * self._starts[:-1])
 
     def _views(self, addresses: Any) -> list[Any]:
-        # The units' vectors at these addresses.
+        # Returns NumPy views of the units' vectors at these addresses.
         return [
             np.ctypeslib.as_array((ctypes.c_float * size).from_address(int(at)))
             for at, size in zip(addresses, self._sizes, strict=True)
@@ -231,7 +231,7 @@ class SummedGroup(Group):
 
 
 class JointSummed(Group):
-    """Methods whose payload communicator "allreduce" sums: the joined vector is exchanged like one tensor."""
+    """Exchanges the concatenated vector like one tensor, for methods whose payloads "allreduce" averages."""
 
     rounds = 1
 
@@ -274,7 +274,7 @@ class JointSummed(Group):
 
 
 class RandomParts:
-    """Compressor "randomk" on the joined vector of a ``group``: each part has the positions of its tensor."""
+    """Compressor "randomk" for a group's concatenated vector: it draws each tensor's positions separately."""
 
     def __init__(self, randomk: RandomK, group: Group, joint: Joint):
         self._randomk, self._xp, self._joint = randomk, group.xp, joint
@@ -291,7 +291,7 @@ class RandomParts:
         self._factors = self._xp.asarray(np.repeat(factors, self.counts), "float32")
 
     def compressor(self, step: int) -> RandomK:
-        """The compressor of the joined vector in a step."""
+        """Return the compressor of the concatenated vector for a step."""
         self._draws.at(step)
         self._rows.call(self._xp.threads)
         positions, found = self._xp.asarray(self._positions + self._starts, "int32"), copy(self._randomk)
@@ -300,7 +300,7 @@ class RandomParts:
         return found
 
     def _sent(self, x: Array, positions: Array, ctx: Context) -> Array:
-        # `RandomK.sent`, for each part.
+        # Does what `RandomK.sent` does, for each part of the concatenated vector.
         values, ok = self._xp.take(x, positions), self._joint.finite(x)
         if self._randomk.unbiased_scale:
             values = values * self._factors

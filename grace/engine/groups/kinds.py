@@ -1,4 +1,4 @@
-"""Which class of groups exchanges a tensor, and which tensors travel as one vector."""
+"""Chooses the class of group that exchanges a tensor, and the tensors that are sent as one vector."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ GROUPS: dict[type[Communicator], type[CodedGroup]] = {Allgather: GatheredGroup, 
 JOINT: dict[type[Communicator], type[CodedGroup]] = {Allgather: JointGathered, TwoStage: JointTwoStage}
 """The classes for `ELEMENTWISE` memories other than standard error feedback."""
 ELEMENTWISE = (NoMemory, Residual, Momentum, EF21, LowPass, DecoupledMomentum)
-"""Memories that treat each element alone, and so run on joined vectors. A subclass may not."""
+"""Elementwise memories, which can run on concatenated vectors. Subclasses are excluded: they may differ."""
 LARGE = 2**22
-"""Largest tensor that joins its group's vector, which is a copy of it; as is each array of its state, for a while."""
+"""Maximum size of a tensor in a concatenated vector, which costs a temporary copy of the tensor and its state."""
 
 
 class Kind(NamedTuple):
-    """What units of one group share."""
+    """The properties that all units of a group share."""
 
     group: type[Group]
     coded: bool = False
-    """Whether positions travel coded."""
+    """Whether positions are sent encoded: see `Recipe.coded`."""
     between: type[CodedGroup] | None = None
     """The class of the group between machines, for a `HierarchicalGroup`; None for another group."""
 
     def make(self, *parts: Any) -> Group:
-        """The group of these ``parts``: see `Group`."""
+        """Build the group. ``parts``: the arguments of `Group`."""
         return self.group(*parts) if self.between is None else HierarchicalGroup(*parts, between=self.between)
 
 
@@ -82,14 +82,14 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
         and any(key.endswith(RESIDUAL) for key in state)
         and any(each is not None and each.codec is not None for each in recipes)
     ):
-        return None  # codes_encode cannot swap residuals
+        return None  # the kernel codes_encode cannot swap residuals
     forms = {None if each is None else each.coded is not None for each in recipes}
     form = forms.pop()
     return None if form is None or forms else Kind(found, form)
 
 
 def _summed(method: Method, ctx: Context, state: State) -> Kind | None:
-    # The kind of a tensor whose payloads communicator "allreduce" sums.
+    # Returns the kind of a tensor whose payloads communicator "allreduce" averages; None if it has none.
     compressor = method.compressor
     if type(compressor) is RandomK:
         return Kind(JointSummed) if compressor.mode == "fixed" and ctx.size <= LARGE else None
@@ -99,8 +99,8 @@ def _summed(method: Method, ctx: Context, state: State) -> Kind | None:
 
 
 def _of_machines(method: Method, communicator: Hierarchical, ctx: Context, state: State) -> Kind | None:
-    # All workers of a machine must form the same groups, so the shards of all must be of one kind. Payloads need not
-    # show whether they are finite, since the group looks at its means.
+    # All workers of a machine must form the same groups, so their shards must all have the same kind. ``judged`` is
+    # False because the group checks its means itself, and so needs no payloads that show NaN.
     crossing = [communicator.cross(method, ctx, place) for place in range(communicator.node_size)]
     if any(not shard.size and not _empty(method, shard) for shard in crossing):
         return None
@@ -112,10 +112,10 @@ def _of_machines(method: Method, communicator: Hierarchical, ctx: Context, state
 
 
 def elementwise(method: Method, communicator: Communicator) -> bool:
-    """Whether tensors may be exchanged as one vector: each element is compressed alone, and without random numbers.
+    """Return whether tensors may be exchanged as one vector: compression is elementwise, without random numbers.
 
-    Not with communicators that cut tensors into shards, because they would cut a vector at other elements, so that
-    other bytes would travel.
+    False for communicators that cut tensors into shards: they would cut the vector at other elements, and so send
+    other payloads.
     """
     compressor = method.compressor
     alone = type(compressor) in (FP16, NoCompression) or (type(compressor) is BF16 and not compressor.traits.unbiased)
@@ -123,6 +123,6 @@ def elementwise(method: Method, communicator: Communicator) -> bool:
 
 
 def _empty(method: Method, ctx: Context) -> bool:
-    # Whether the payload has no elements.
+    # Returns whether the payload has no elements.
     found = recipe(method.compressor, ctx)
     return found is not None and not any(length for _, _, length in found.arrays)

@@ -1,4 +1,4 @@
-"""The exchange of a group of PowerSGD: all first factors by one reduction, and all second ones by another."""
+"""The exchange of a group of PowerSGD: one allreduce for the first factors of all units, one for the second."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DIRECTIONS = "compressor/q"
 
 
 class Factors:
-    """What an exchange of `LowRankGroup` has agreed on: the P of all units as one vector, and their Q as another."""
+    """The averaged factors of an exchange: the P of all units as one vector, and their Q as another."""
 
     def __init__(self, p: Array, q: Array):
         self.p, self.q = p, q
 
 
 class LowRankGroup(Group):
-    """PowerSGD with communicator "allreduce". The Q of all units are slices of one vector, and so are their P."""
+    """PowerSGD with communicator "allreduce". One vector holds the factors P of all units, another the factors Q."""
 
     rounds = 2
     overwrites = True
@@ -61,7 +61,7 @@ class LowRankGroup(Group):
         return rows
 
     def _equal_runs(self) -> list[tuple[int, int, int, int]]:
-        # First unit, number of units, a and r of each run of units whose P have one shape.
+        # Returns the runs of units whose P have the same shape (a, r): first unit, number of units, a, r.
         runs: list[list[int]] = []
         for unit, (a, _, r) in enumerate(self._sizes.tolist()):
             if runs and runs[-1][2:] == [a, r]:
@@ -83,7 +83,7 @@ class LowRankGroup(Group):
         xp, address = self.xp, self.xp.buffers.address
         self._x, q = np.array(x, np.int64)[self._order], self._revived(step)
         p = xp.buffers.empty((int(self._p[-1]),))
-        # x becomes x + residual.
+        # This kernel also adds the residuals to x, in place.
         old = self._table.old(self._which) if self._residual else 0
         self._left.set(m=self._x, residual=old, q=self._at(q.ctypes.data, self._q), p=self._at(address(p), self._p))
         self._left.call()
@@ -99,7 +99,7 @@ class LowRankGroup(Group):
         return base + FLOAT * starts[:-1]
 
     def _revived(self, step: int) -> Any:
-        # `Factored.revived` for all units at once; returns one vector.
+        # Does what `Factored.revived` does, for all units at once; returns one vector.
         rows = self._q_memory
         self._copies.call(self._table.old(self._directions), self._at(rows.ctypes.data, self._q))
         largest = np.maximum.reduceat(np.abs(rows), self._row_starts)

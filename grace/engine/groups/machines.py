@@ -25,16 +25,16 @@ class HierarchicalGroup(Group):
         xp, library, method, communicator, contexts, cells = parts
         machine: Hierarchical = communicator
         self._size, self._place = machine.node_size, contexts[0].rank % machine.node_size
-        # [units, workers of the machine]: the size of each shard, and where it starts in its unit and in a message.
+        # int64[units, workers of the machine]: the shards' sizes, their starts in their units, and in their messages.
         cut = [shards(method.compressor, ctx, self._size) for ctx in contexts]
         self._sizes = np.array([[shard.size for shard in each] for each in cut], np.int64)
         self._starts = np.cumsum(self._sizes, 1) - self._sizes
         self._begins = np.cumsum(self._sizes, 0) - self._sizes
         self._bounds = np.cumsum([0, *self._sizes.sum(0)])
-        # In the last message each unit has as many elements as its first shard, which is the longest one.
+        # In the last message every shard is padded to the size of its unit's first shard, which is the longest.
         self._slots = np.cumsum(self._sizes[:, 0]) - self._sizes[:, 0]
         self._copies = Copies(library, self._sizes.reshape(-1))
-        # A unit of few elements may have no shard for this worker, nor for the workers of this place in other machines.
+        # A small unit may have no shard for workers with this local rank, on any machine.
         self._mine = np.flatnonzero(self._sizes[:, self._place]).tolist()
         self._between = None
         asked = between.idle(contexts[0].world_size // self._size)
@@ -44,7 +44,7 @@ class HierarchicalGroup(Group):
             self._between = between(xp, library, method, machine.outer, crossing, [cells[unit] for unit in self._mine])
             asked = self._between.asked
         self._crossing = [replace(each, group="cross") for each in asked]
-        # the machine's means of this worker's shards; encoding them may swap the old residuals into it
+        # the machine's means of this worker's shards; encoding may swap the old residuals into this array
         self._total: Array = None
 
     @property
@@ -75,7 +75,7 @@ class HierarchicalGroup(Group):
         return Landed(gathered, addresses(xp, gathered), step)
 
     def _at(self, x: Sequence[int]) -> Any:
-        # The address of each shard.
+        # Returns the address of each shard.
         return np.array(x, np.int64)[:, None] + FLOAT * self._starts
 
     def _copy(self, source: Any, target: Any) -> None:
@@ -89,7 +89,7 @@ class HierarchicalGroup(Group):
         return [bool(finite(at, sizes, self._size)) for at, sizes in means]
 
     def _means(self, landed: Landed) -> Any:
-        # The address of the mean of each shard.
+        # Returns the address of each shard's mean.
         return landed.addresses + FLOAT * self._slots[:, None]
 
     def finish(self, landed: Landed, x: Sequence[int], ok: Sequence[bool] | None) -> None:

@@ -1,4 +1,4 @@
-"""Encodes and decodes all tensors of a group by one call of the native library each."""
+"""Encodes all tensors of a group by one call of the native library, and decodes them by another."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ALONE = 2**18
 
 
 class Point(NamedTuple):
-    """Elements that a method compresses by themselves: a tensor, or a shard of it."""
+    """A tensor or shard that a method compresses as one vector."""
 
     ctx: Context
-    """Their context, whose step is not used."""
+    """Its context; the step is not used."""
     recipe: Recipe
     destination: int = 0
-    """The number of the part of the message that their payload is in."""
+    """The number of the message part that contains its payload; there is one part per destination."""
 
 
 class Message:
-    """Where the payloads of points are in a message: by destination, arrays of wide dtypes first."""
+    """The layout of payloads in a message: one part per destination; within a part, wide dtypes come first."""
 
     def __init__(self, points: Sequence[Point], destinations: int = 1):
         arrays = [array for array, _, _ in points[0].recipe.arrays] if points else []
         self.places = {array: np.zeros(len(points), np.int64) for array in arrays}
         """By array name, int64[points]: byte offset of each point's array within its destination's part."""
         self.begins = np.zeros(len(points), np.int64)
-        """The offset of each point's part."""
+        """int64[points]: byte offset of each point's part."""
         self.parts: list[tuple[int, int]] = []
         """Begin and end of each destination's part."""
         self.size = 0
@@ -58,12 +58,12 @@ class Message:
             self.parts.append((begin, self.size))
 
     def at(self, members: Sequence[int]) -> dict[str, Any]:
-        """`places` of some points."""
+        """Return `places` for these points only."""
         return {array: places[list(members)] for array, places in self.places.items()}
 
 
 class Draws:
-    """The random numbers of a group's points: their keys or their noise, as columns of a table of kernel calls."""
+    """Writes the random numbers of a group's points, as keys or as noise, to the columns of a table of kernel calls."""
 
     def __init__(self, library: Library, points: Sequence[Point], rows: Rows):
         self._library, self._rows = library, rows
@@ -75,7 +75,7 @@ class Draws:
         rows.set(start=starts)
         self._noise: Rows | None = None
         if recipe.noise:
-            # Offsets are drawn for whole rows of noise from the tensor's first element on.
+            # Offsets are drawn for all noise rows from the tensor's first one on, even if the point starts later.
             ends = starts + np.array([point.ctx.size for point in points], np.int64)
             firsts, lasts = starts // NOISE, -(-ends // NOISE)
             self._table, self._offsets = np.zeros(NOISE, np.uint16), np.zeros(int(lasts.sum()), np.uint16)
@@ -85,7 +85,7 @@ class Draws:
             rows.set(table=self._table.ctypes.data, offsets=places + 2 * firsts)
 
     def at(self, step: int, codecs: _Codecs | None = None) -> None:
-        """Set the columns for a step, or the keys of ``codecs``."""
+        """Set the columns for a step. With ``codecs``, the keys are set there instead."""
         keys = self._keys_of(self._stems, step)
         if codecs is not None:
             codecs.keys[:] = keys.T
@@ -104,7 +104,7 @@ class Draws:
 
 
 class _Codecs:
-    """The structures that describe a group's codes, one for each point, as a column of a table of kernel calls."""
+    """One code description (`Codes`) per point, as a column of a table of kernel calls."""
 
     def __init__(self, points: Sequence[Point], rows: Rows):
         made = [
@@ -122,7 +122,7 @@ class _Codecs:
 
 
 class _Coding:
-    """Positions that are sent coded: their memory, and the calls that code them or decode those of several senders."""
+    """Kernel calls that encode positions, or decode those of several senders; owns the positions' memory."""
 
     def __init__(self, library: Library, points: Sequence[Point], kernel: str, senders: int = 1):
         each = [point.recipe.coded or {} for point in points for _ in range(senders)]
@@ -130,14 +130,14 @@ class _Coding:
         self._sizes, self._shape = sizes, (len(points), senders)
         self._memory = np.zeros(int(sizes.sum()), np.int32)
         self.addresses = self._memory.ctypes.data + 4 * (np.cumsum(sizes) - sizes)
-        """Addresses of the positions."""
+        """Address of the positions of each point and sender."""
         self._planes = np.zeros((len(each), PLANES), np.int64)
         self._rows = Rows(library, kernel, len(each))
         self._rows.set(positions=self.addresses, **{name: [one[name] for one in each] for name in each[0]})
         self._rows.keep("planes", list(self._planes))
 
     def call(self, places: Mapping[str, Any], bases: Any) -> None:
-        """Make the calls for arrays at these places of messages at ``bases``, int64[points, senders].
+        """Make the calls. ``places``: as `Message.places`. ``bases``: addresses of messages, int64[points, senders].
 
         Raises `Refused`, with the point's number, if a payload has a wrong number of positions.
         """
@@ -166,8 +166,8 @@ class Encoder:
     def encode(self, x: Any, old: Any, new: Any, out: int, step: int) -> None:
         """Encode the sums of the vectors at the addresses ``x`` and ``old`` to the message at ``out``.
 
-        The new residuals, what is not sent, go to ``new``. Where ``new`` equals ``old``, x receives the old residual;
-        elsewhere x keeps its values. ``old`` and ``new`` are 0 without a state.
+        New residuals are written to ``new``. Where ``new`` equals ``old``, the old residual is moved to x; elsewhere x
+        is unchanged. ``old`` and ``new`` may be 0: no residuals.
         """
         rows = self._rows
         if self._draws is not None:
@@ -184,7 +184,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes a group's points: each becomes the mean of its payloads in the messages of several senders.
+    """Decodes a group's points: averages the payloads that each point has in the messages of several senders.
 
     ``places``: by array name, the byte offset of each point's array in a message. ``senders``: int64[points, count],
     the numbers of the messages that hold each point's payloads.
@@ -216,15 +216,15 @@ class Decoder:
         self._regions = [self._region(sender) for sender in np.unique(senders).tolist()] if self._floats else []
 
     def _region(self, sender: int) -> tuple[int, int, int]:
-        # A message's number, and the offset and the count of the float32 numbers in it, which are contiguous.
+        # Returns (sender, offset, count) of the float32 values in a sender's message, which are contiguous.
         members = (self._senders == sender).any(1)
         begin = min(int(self._places[array][members].min()) for array in self._floats)
         return sender, begin, sum(int(lengths[members].sum()) for lengths in self._floats.values())
 
     def finite(self, messages: Any) -> Any:
-        """Whether the payloads of each point are finite, bool[points], in the messages at these addresses.
+        """Return whether each point's payloads are finite, bool[points], in the messages at these addresses.
 
-        Returns None if all are, which a single call of the library shows.
+        None if all are finite: a single call of the library checks for this common case.
         """
         if self._all_finite([(int(messages[sender]) + begin, count) for sender, begin, count in self._regions]):
             return None
@@ -253,7 +253,7 @@ class Decoder:
     def mean(self, messages: Any, out: Any, step: int) -> None:
         """Write the mean of each point's payloads to the addresses ``out``.
 
-        Raises `Refused`, with the point's number, for a payload that the method cannot have made.
+        Raises `Refused`, with the point's number, for an invalid payload.
         """
         if self._draws is not None:
             self._draws.at(step)
@@ -282,6 +282,6 @@ def _constants(rows: Rows, points: Sequence[Point], threads: int) -> None:
 
 
 def _side_by_side(points: Sequence[Point], threads: int) -> int:
-    # Returns how many threads make calls in parallel; 1 if it is better to split each call over the threads.
+    # Returns the number of threads that run different calls in parallel; 1: the threads share the work of each call.
     sizes = [point.ctx.size for point in points]
     return threads if sum(sizes) > ALONE and max(sizes) * threads <= sum(sizes) else 1

@@ -1,4 +1,4 @@
-"""How native kernels encode and average the payloads of a method: which kernel, and its arguments for a tensor."""
+"""Chooses the native kernels that encode and average a method's payloads, and their arguments for a tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from grace.ops.hadamard import STREAMS, width_of
 from grace.ops.packing import packed_size
 
 PLANES = 4
-"""Number of planes of the lower bits of coded positions; some of them may be empty."""
+"""Number of arrays ("planes") for the lower bits of encoded positions; some of them may be empty."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Recipe:
     noise: bool = False
     """Whether the kernel takes noise (`grace.core.rng.Rng.noise`) instead of random words alone."""
     counted: bool = False
-    """Whether the mean takes the number of elements that each worker sent."""
+    """Whether the mean kernel takes the number of elements that each worker sent."""
     codec: Codes | None = None
     """The structure that both kernels take, with the keys of a random stream."""
     coded: Mapping[str, int] | None = None
-    """Arguments of the kernels that code positions, if they are sent coded, in `PLANES` planes and "upper"."""
+    """Arguments of the kernels that encode positions, to `PLANES` planes and "upper"; None: positions as they are."""
 
 
 def recipe(compressor: Compressor, ctx: Context) -> Recipe | None:
-    """The recipe of a tensor with the element count and the position of ``ctx``; None if there is none."""
+    """Return the recipe for a tensor or shard with this context; None if there is none."""
     find = RECIPES.get(type(compressor))
     return None if find is None else find(compressor, ctx)
 

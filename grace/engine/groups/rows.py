@@ -11,25 +11,25 @@ from grace.core import Array
 from grace.engine.groups.cells import RowCell
 
 Indices = Any
-"""int64[n] or a list, numbers of arrays in a `RowTable`."""
+"""Numbers of arrays in a `RowTable`, as int64[n] or a list."""
 
 
 class RowTable:
-    """The arrays of a state, each with one row or two, and which of them is the current one.
+    """State arrays, each with one row or two, of which one is current.
 
-    A held array keeps its row from before the first undecided exchange; the state after that exchange is in the other
-    row, where later undecided exchanges overwrite it. Without `hold` there is one row, which exchanges overwrite.
+    `hold` preserves an array's row from before the first undecided exchange. That exchange writes to the other row, and
+    later undecided exchanges overwrite that row. Without `hold` there is one row, which exchanges overwrite.
     """
 
     def __init__(self, xp: Backend):
         self._xp = xp
         self._arrays: list[list[Array | None]] = []
         self._addresses = np.zeros((2, 0), np.int64)
-        self._at = np.zeros(0, np.int64)  # which row is the current one
+        self._at = np.zeros(0, np.int64)  # by array, the current row
         self._held = np.zeros(0, bool)
-        self._moved = np.zeros(0, bool)  # whether a held array's state before is in the other row
+        self._moved = np.zeros(0, bool)  # by array, whether the other row holds the state from before
         self.flights: list[Any] = []
-        """Exchanges under way that have overwritten rows: each has a method ``before(number, row)``."""
+        """Unfinished exchanges that have overwritten rows. Each has a method ``before(number, row)``."""
 
     def add(self, array: Array) -> RowCell:
         """Add an array, float32[n]."""
@@ -43,7 +43,7 @@ class RowTable:
 
     # -- an exchange of several arrays --------------------------------------------------------------------------------
     def hold(self, which: Indices) -> None:
-        """Keep the state before the next exchange until `release` or `restore`; no effect where it is kept already."""
+        """Preserve the current state until `release` or `restore`. No effect on arrays that are held already."""
         which = np.asarray(which, np.int64)
         self._held[which] = True
         for number in which[self._addresses[1 - self._at[which], which] == 0].tolist():
@@ -69,7 +69,7 @@ class RowTable:
         self._moved[which] |= apart
 
     def release(self, which: Indices | None = None) -> None:
-        """Forget the states before; by default of all arrays."""
+        """Drop the states from before the undecided exchanges; by default, of all arrays."""
         which = slice(None) if which is None else which
         self._held[which] = self._moved[which] = False
 
@@ -80,7 +80,7 @@ class RowTable:
         self.release(which)
 
     def choose(self, when: Array, which: Indices) -> None:
-        """`release` where the flag, bool[], is true, else `restore`, without waiting for a device."""
+        """`release` if the flag, bool[], is true, else `restore`. Does not wait for a device."""
         for number in which:
             if self._moved[number]:
                 row, before = (self._arrays[number][self._at[number] ^ moved] for moved in (0, 1))
@@ -96,19 +96,19 @@ class RowTable:
         return self._arrays[number][self._at[number]]
 
     def write(self, number: int, array: Array) -> None:
-        """Make an array the state after an exchange: it replaces the row of `new`, which becomes the current one."""
+        """Set the state after an exchange: the array replaces the row of `new`, which becomes the current one."""
         at = self._at[number] ^ int(self._apart(number))
         self._arrays[number][at] = array = self._xp.buffers.contiguous(array)
         self._addresses[at, number] = self._xp.buffers.address(array)
         self.advance([number])
 
     def store(self, number: int, array: Array) -> None:
-        """As `write`, with a copy of the array's values."""
+        """As `write`, but copies the array's values to the row."""
         self.advance([number])
         self._xp.buffers.write(self.read(number), array)
 
     def before(self, number: int) -> Array | None:
-        """The state before the exchanges that are undecided or under way; None if it is the current row."""
+        """The state from before the undecided and unfinished exchanges; None if it is the current row."""
         if not self._held[number]:
             row = self.read(number)
             found = [each.before(number, row) for each in self.flights]

@@ -1,8 +1,8 @@
 """Triton's kernels for PyTorch's CUDA tensors, for all tensors of a bucket at once: `tables.TritonGroups`.
 
-Quantisers in blocks and rotations are in `groups`, selections in `selections`. Each gives the same bits as the plain
-function on a host: divisions are rounded to nearest, there is no fused multiply-add, and workers are added in order.
-No call waits for the device. If TRITON_INTERPRET=1 is set on import, Triton's interpreter runs them on the host,
+Quantisers in blocks and rotations are in `groups`, selections in `selections`. Each kernel gives the same bits as the
+plain function on a host: divisions are rounded to nearest, nothing uses fused multiply-add, and workers are added in
+order. No call waits for the device. If TRITON_INTERPRET=1 is set on import, Triton's interpreter runs them on the host,
 element by element in NumPy.
 """
 

@@ -1,6 +1,6 @@
 """Triton's kernels of groups: one launch for all points of a bucket, from a table of their addresses.
 
-Each computes what the plain functions of a method do, element by element, and rounds as they do.
+Each kernel computes, and rounds, like the plain functions of a method, element by element.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def group_finite(tiles, table, many, senders, count, flags, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=ALIKE)
 def group_restore(tiles, table, many, flags, TILE: tl.constexpr):
-    """Undo `keep` where a point's flag is 0: its new residual becomes the old one."""
+    """Undo `keep` for points whose flag is 0: copy their old residuals to the new ones."""
     point, _, begin, left = tile_of(tiles)
     if tl.load(flags + column(table, many, point, FLAG)) == 0:
         old, new, x = column(table, many, point, OLD), column(table, many, point, NEW), column(table, many, point, X)
@@ -80,10 +80,10 @@ def group_partials(
     METHOD: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
     SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's part of the scale of a block that is too large for one program to ``partials``, float64[tiles].
+    """Write a tile's statistic to ``partials``, float64[tiles]; for blocks that are too large for one program.
 
-    The parts are sums of magnitudes for efsignsgd, largest magnitudes or fields as integers for others; with SQUARES
-    sums of squares in units of the largest magnitude, which the scale's place holds.
+    efsignsgd: the sum of magnitudes. natural: the largest exponent field. Others: the bits of the largest magnitude;
+    if SQUARES, the sum of squares relative to the largest magnitude, which is stored in place of the block's scale.
     """
     point, block, begin, left = tile_of(tiles)
     at = tl.arange(0, TILE)
@@ -108,7 +108,7 @@ def group_scales(
     blocks, partials, table, many, out,
     METHOD: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """Write the scale of a block: ``blocks`` has its point, number, first tile, number of tiles and of elements."""
+    """Write a block's scale. ``blocks``: rows of point, block number, first tile, number of tiles, and size."""
     row = blocks + tl.program_id(0).to(tl.int64) * 5
     first, tiles = tl.load(row + 2), tl.load(row + 3)
     at = tl.arange(0, TILE)
@@ -136,7 +136,7 @@ def group_encode(
 ):  # fmt: skip
     """Encode ROWS blocks, padded to WIDTH elements, to the message at ``out``.
 
-    Unless WHOLE, it is a part of a block, whose scale the message holds. METHOD: see `grace.kernels.triton.parts`.
+    If not WHOLE, encode a part of one block, whose scale is in the message. METHOD: see `grace.kernels.triton.parts`.
     """
     point, block, begin, left = tile_of(tiles)
     codes = out + column(table, many, point, CODES) + begin // 8 * BITS
@@ -190,7 +190,7 @@ def group_mean(
     METHOD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
-    """Decode the mean of a tile; for signsgd the majority."""
+    """Write the mean of the decoded payloads of a tile; for signsgd, the majority."""
     point, _, begin, left = tile_of(tiles)
     SIZE: tl.constexpr = EACH * BITS // 8
     offset = column(table, many, point, CODES) + begin // 8 * BITS
@@ -227,7 +227,7 @@ def _decoded(
     METHOD: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, EACH: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    # Returns what the payload in a message stands for.
+    # Returns the decoded values of a payload in a message.
     room = left - word * EACH
     code = load_codes(base + column(table, many, point, CODES) + begin // 8 * BITS, word, room, BITS, EACH, FAST)
     place = word * 0
@@ -251,7 +251,7 @@ def eden_group(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
     BIASED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`grace.compressors.eden.Eden.compress` of ROWS blocks to the message at ``out``. ``root``: the root of WIDTH."""
+    """`grace.compressors.eden.Eden.compress` of ROWS blocks to the message at ``out``. ``root``: sqrt(WIDTH)."""
     point, block, begin, left = tile_of(tiles)
     codes = out + column(table, many, point, CODES) + begin // 8 * BITS
     if (left == ROWS * WIDTH) & fast(table, many, point, begin, codes, EACH * BITS // 8, ADD):
@@ -289,7 +289,7 @@ def eden_group_mean(
     tiles, table, many, senders, count, levels, root,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Decode the mean of ROWS blocks."""
+    """Write the mean of the decoded payloads of ROWS blocks."""
     point, block, begin, left = tile_of(tiles)
     offset = column(table, many, point, CODES) + begin // 8 * BITS
     found = codes_of_all(table, many, senders, point, count, offset)

@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels, and what the kernels share."""
+"""Launches Triton's kernels; also functions and constants that they share."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Launcher:
         self._xp, self._give_up = xp, give_up
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # Run on the tensors' own device, which may not be the current one; the interpreter's NumPy warns of infinity.
+        # Run on the tensors' device, which may differ from the current one. Silence the interpreter's NumPy warnings.
         device = self._xp.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
                 kernel[(programs,)](*arguments, **form, enable_fp_fusion=False)
-        except Exception as error:  # from the compiler, its tools, or the driver, without a common class
+        except Exception as error:  # the compiler, its tools and the driver raise various classes
             self._give_up(error)
             raise Unavailable(str(error)) from error
 

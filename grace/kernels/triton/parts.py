@@ -1,6 +1,6 @@
-"""What Triton's kernels share: addresses, packed codes, and how each method rounds the elements of a block.
+"""Functions that Triton's kernels share: addresses, packed codes, random numbers, and the codes of each method.
 
-Places are int32 offsets from a tile's start, and starts are int64. A word is a number of codes that fill whole bytes.
+Places are int32 offsets from a tile's start; starts are int64. A word is a group of EACH codes that fills whole bytes.
 Elements of a tile are [rows, words, EACH]; FAST tiles are full, and their addresses are aligned for wide accesses.
 """
 
@@ -21,7 +21,7 @@ def floats(address):
 
 @triton.jit
 def integers(address, SIZE: tl.constexpr):
-    """An address as a pointer to integers of SIZE bytes; to single bytes unless that is 2 or 4."""
+    """An address as a pointer to integers of SIZE bytes; to single bytes if SIZE is neither 2 nor 4."""
     if SIZE == 4:
         found = address.to(tl.pointer_type(tl.int32), bitcast=False)
     elif SIZE == 2:
@@ -33,7 +33,7 @@ def integers(address, SIZE: tl.constexpr):
 
 @triton.jit
 def load_floats(address, at, here, FAST: tl.constexpr):
-    """Return the float32 numbers at places from an address on; 0 where not ``here``."""
+    """Return the float32 numbers at offsets ``at`` from an address; 0 where ``here`` is false."""
     if FAST:
         found = tl.load(tl.multiple_of(floats(address), 16) + at)
     else:
@@ -54,7 +54,7 @@ def store_floats(address, at, here, value, FAST: tl.constexpr):
 def put_codes(codes, code, word, room, BITS: tl.constexpr, EACH: tl.constexpr, FAST: tl.constexpr):
     """Pack codes int32[rows, words, EACH] of BITS bits, and store them from the address ``codes`` on.
 
-    ``word``: the number of each word, int32[rows, words, 1]; ``room``: how many elements there are from it on.
+    ``word``: the index of each word, int32[rows, words, 1]; ``room``: how many elements remain from its first one on.
     """
     SIZE: tl.constexpr = EACH * BITS // 8
     shift = (tl.arange(0, EACH) * BITS)[None, None, :]
@@ -67,13 +67,13 @@ def put_codes(codes, code, word, room, BITS: tl.constexpr, EACH: tl.constexpr, F
     else:
         for i in tl.static_range(SIZE):
             octet = ((packed >> (8 * i)) & 255).to(tl.uint8)
-            here = room > 0 if 8 % BITS else 8 * i < room * BITS  # eight codes of 3 bits fill three bytes, some or all
+            here = room > 0 if 8 % BITS else 8 * i < room * BITS  # 3 bits: a word takes all its bytes
             tl.store(integers(codes, 1) + word * SIZE + i, octet, mask=here)
 
 
 @triton.jit
 def load_codes(codes, word, room, BITS: tl.constexpr, EACH: tl.constexpr, FAST: tl.constexpr):
-    """The inverse of `put_codes`: codes in 0 .. 2**BITS - 1; 0 where there is no room."""
+    """The inverse of `put_codes`: codes in 0 .. 2**BITS - 1; 0 beyond the last element."""
     SIZE: tl.constexpr = EACH * BITS // 8
     shift = (tl.arange(0, EACH) * BITS)[None, None, :]
     if FAST and (SIZE == 4 or SIZE == 2):
@@ -115,7 +115,7 @@ def _noise(start, at, table0, table1, key0, key1):
 
 @triton.jit
 def drawn(METHOD: tl.constexpr, start, at, table0, table1, key0, key1):
-    """Return what a method draws for the elements start + at: noise, or random words."""
+    """Return the random numbers of a method for the elements start + at: noise or words."""
     if METHOD == "blockint" or METHOD == "qsgd":
         found = _noise(start, at, table0, table1, key0, key1)
     else:
@@ -136,7 +136,7 @@ def scales_at(METHOD: tl.constexpr, address):
 
 @triton.jit
 def not_zero(value):
-    """1 in place of 0."""
+    """Return the value, or 1 instead of 0."""
     return tl.where(value == 0.0, 1.0, value)
 
 
@@ -153,13 +153,13 @@ def _most(value):
 
 @triton.jit
 def norm_of(largest, squares):
-    """Return `grace.ops.blocks.norms`. ``squares``: of the elements in units of the largest, float64."""
+    """Return `grace.ops.blocks.norms`. ``squares``: the sum of squares of elements / largest, float64."""
     return largest * tl.sqrt_rn(squares.to(tl.float32))
 
 
 @triton.jit
 def scales_of(METHOD: tl.constexpr, value, draws, count, LEVELS: tl.constexpr, RANDOM: tl.constexpr):
-    """Return what is sent for each row, a block of ``count`` elements: as `scales_at`."""
+    """Return the scale of each row, which is a block of ``count`` elements; dtypes as in `scales_at`."""
     if METHOD == "efsignsgd":
         found = tl.div_rn(sums(tl.abs(value)).to(tl.float32), count.to(tl.float32))
     elif METHOD == "natural":
@@ -181,12 +181,12 @@ def _blockint(value, scale, noise, BITS: tl.constexpr, RANDOM: tl.constexpr):
     steps = tl.div_rn(value, not_zero(scale)) * float(top)
     if RANDOM:
         steps += noise
-        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)  # NaN is no integer
+        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)  # NaN has no integer value
         code = steps.to(tl.int32)
-        code -= (code.to(tl.float32) > steps).to(tl.int32)  # tl.floor would take the smallest numbers for 0
+        code -= (code.to(tl.float32) > steps).to(tl.int32)  # tl.floor would treat the smallest numbers as 0
     else:
         steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)
-        code = ((steps + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: the sum is rounded, halves to even
+        code = ((steps + 12582912.0) - 12582912.0).to(tl.int32)  # adding 1.5 * 2**23 rounds, halves to even
     return code & ((1 << BITS) - 1)
 
 
@@ -217,7 +217,7 @@ def natural_fields(value, word, RANDOM: tl.constexpr):
 
 @triton.jit
 def natural_scale(most, LEVELS: tl.constexpr):
-    """Return the field of code 127, for the largest field; LEVELS: a fixed one, or 0."""
+    """Return the exponent field of code 127, given a block's largest field. LEVELS: a fixed field, or 0."""
     return tl.where(most == 255, 255, LEVELS) if LEVELS else most
 
 
@@ -231,7 +231,7 @@ def _natural(value, scale, word, LEVELS: tl.constexpr, RANDOM: tl.constexpr):
 
 @triton.jit
 def codes_of(METHOD: tl.constexpr, value, scale, draws, BITS: tl.constexpr, LEVELS: tl.constexpr, RANDOM: tl.constexpr):
-    """Return the codes of elements, int32. LEVELS: of qsgd; see `natural_scale`."""
+    """Return the codes of elements, int32. LEVELS: qsgd's number of levels; for natural, see `natural_scale`."""
     if METHOD == "blockint":
         code = _blockint(value, scale, draws, BITS, RANDOM)
     elif METHOD == "qsgd":
@@ -247,7 +247,7 @@ def codes_of(METHOD: tl.constexpr, value, scale, draws, BITS: tl.constexpr, LEVE
 
 @triton.jit
 def values_of(METHOD: tl.constexpr, code, scale, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return what codes stand for, float32."""
+    """Return the values of codes, float32."""
     if METHOD == "efsignsgd":
         value = tl.where(code != 0, scale, -scale)
     elif METHOD == "signsgd":
@@ -266,5 +266,5 @@ def values_of(METHOD: tl.constexpr, code, scale, BITS: tl.constexpr, LEVELS: tl.
         field = tl.maximum((code & 127) + scale - 127, 0)
         value = tl.where((code & 127) > 0, (field << 23).to(tl.float32, bitcast=True), 0.0)
         value = tl.where(code >= 128, -value, value)
-        value = tl.where((scale >= 0) & (scale < 255), value, float("nan"))  # no power of two has another field
+        value = tl.where((scale >= 0) & (scale < 255), value, float("nan"))  # no other exponent field is valid
     return value

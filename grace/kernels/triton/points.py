@@ -1,4 +1,4 @@
-"""What Triton's kernels know of the points of a group, and how they read and write their vectors."""
+"""The table of a group's points (tensors, or shards of tensors), and how Triton's kernels access their vectors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from grace.kernels.triton.parts import load_floats, store_floats
 
-# Columns of a table of points, int64[COLUMNS, points], which the addresses of received messages follow.
+# Columns of a table of points, int64[COLUMNS, points]. The addresses of received messages follow the table.
 N, START, FLAG = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 X, OLD, NEW = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 KEY0, KEY1 = tl.constexpr(6), tl.constexpr(7)
@@ -15,19 +15,19 @@ CODES, SCALES, STREAMS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 COUNT = tl.constexpr(11)
 COLUMNS = tl.constexpr(12)
 ALIKE = ("many", "count", "out", "table0", "table1", "stream", "positions")
-"""Arguments whose values must not select another compiled kernel."""
+"""Arguments for whose values Triton must not compile special kernels."""
 
 
 @triton.jit
 def tile_of(tiles):
-    """Return a program's point, first block, the place of its first element, and its number of elements."""
+    """Return a program's point, its first block, the offset of its first element, and its number of elements."""
     row = tiles + tl.program_id(0).to(tl.int64) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3).to(tl.int32)
 
 
 @triton.jit
 def column(table, many, point, COLUMN: tl.constexpr):
-    """A point's number in a column of the table."""
+    """Return a point's entry in a column of the table."""
     return tl.load(table + COLUMN * many + point)
 
 
@@ -71,13 +71,13 @@ def keys_of(table, many, point):
 
 @triton.jit
 def message_of(table, many, senders, point, count, worker):
-    """Return the address of the message of a point's worker."""
+    """Return the address of the message from a point's sender number ``worker``."""
     return tl.load(table + COLUMNS * many + tl.load(senders + point * count + worker))
 
 
 @triton.jit
 def codes_of_all(table, many, senders, point, count, offset):
-    """Return all bits that are set in an address of the codes of a point's workers."""
+    """Return the bitwise or of the addresses of a point's codes, over all workers; `fast` checks its alignment."""
     found = offset * 0
     for worker in range(count):
         found |= message_of(table, many, senders, point, count, worker) + offset

@@ -1,4 +1,4 @@
-"""What Triton's kernels of rotations share: rotated blocks of a tile, encoded and decoded."""
+"""Functions that Triton's kernels of rotations share: they encode and decode the rotated blocks of a tile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TILE = 2048
 
 
 def form_of(width: int, levels: Sequence[float]) -> dict[str, int]:
-    """The constants that kernels are compiled for.
+    """Return the compile-time constants of the kernels.
 
-    A program handles whole blocks, so it takes none that are larger than `LARGE`: raises Unavailable.
+    A program handles whole blocks, so blocks that are larger than `LARGE` raise Unavailable.
     """
     if width > LARGE:
         raise Unavailable(f"blocks of {width} elements are too large for one program")
@@ -29,13 +29,13 @@ def form_of(width: int, levels: Sequence[float]) -> dict[str, int]:
 
 
 def warps_of(width: int) -> int:
-    """Return the number of warps per program, such that few of its butterflies are between warps."""
+    """Return the number of warps per program, chosen so that few butterflies cross warps."""
     return 1 if 256 <= width <= 1024 else max(4, width // 1024)
 
 
 @triton.jit
 def row_places(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the row, and the place of each element, int32[rows, width]."""
+    """Return row numbers, int32[rows, 1], and each element's offset in the tile, int32[rows, width]."""
     row = tl.arange(0, ROWS)[:, None]
     return row, row * WIDTH + tl.arange(0, WIDTH)[None, :]
 
@@ -43,7 +43,7 @@ def row_places(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _transformed(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     # Returns `grace.ops.hadamard.hadamard` of SIZE elements in rows of WIDTH = 2**STAGES, with the same butterflies.
-    # A sum of two numbers' bits is a shuffle within a warp, and shows each thread the other number.
+    # Each thread gets the other number as the sum of both numbers' bits, minus its own: within a warp, a shuffle.
     second = tl.arange(0, 2)[None, :, None] != 0
     for stage in tl.static_range(STAGES):
         mine = tl.reshape(rows, (SIZE >> (stage + 1), 2, 1 << stage))
@@ -73,7 +73,7 @@ def _load_levels(codes, levels, row, left, ROWS: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _row_words(row, left, WIDTH: tl.constexpr, EACH: tl.constexpr):
-    # Returns the number of each word, and its number of elements: a row is padded to whole words.
+    # Returns the index of each word, and its number of elements: a row is padded to whole words.
     word = row[:, :, None] * (WIDTH // EACH) + tl.arange(0, WIDTH // EACH)[None, :, None]
     return word, tl.where(row[:, :, None] * WIDTH < left, EACH, 0)
 
@@ -84,9 +84,9 @@ def put_rotated(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
     EACH: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes, scales and streams of ROWS blocks, at addresses; return what is left of their values if ADD.
+    """Store the codes, scales and streams of ROWS blocks at these addresses; if ADD, return the new residual.
 
-    ``random``: the `words` of the values; ``root``: the root of WIDTH.
+    ``random``: the `words` of the values; ``root``: sqrt(WIDTH).
     """
     largest = tl.max(magnitudes_of(value), 1, keep_dims=True).to(tl.float32, bitcast=True)
     share = tl.div_rn(value, not_zero(largest))
@@ -127,7 +127,7 @@ def load_rotated(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
     EACH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return what a payload stands for in ROWS blocks, float32[rows, width]."""
+    """Return the decoded values of ROWS blocks of a payload, float32[rows, width]."""
     level = _load_levels(codes, levels, row, left, ROWS, WIDTH, BITS, EACH, FAST)
     decoded = _transformed(level, ROWS * WIDTH, WIDTH, STAGES)
     scale = tl.load(floats(scales) + row, mask=row * WIDTH < left, other=0.0)

@@ -1,8 +1,8 @@
 """Triton's kernels of groups that send some elements: those of largest magnitude, or at random positions.
 
-An element's key is its magnitude, or its random word so that the smallest has the largest key. The k-th largest key is
-found digit by digit: each launch counts, per chunk of a tensor, the elements that begin with the digits found so far
-by their next digit. The last launch knows from the counts how many elements the chunks before its own send.
+An element's key is its magnitude, or its inverted random word: the smallest word has the largest key. The k-th largest
+key is found digit by digit. Each launch counts, per chunk of a tensor, the elements whose keys begin with the digits
+found so far, by their next digit. From these counts, the last launch computes how many elements earlier chunks send.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grace.kernels.triton.points import (
 )
 
 BINS = 2048
-"""Number of counters of a chunk and a launch: digits of a key have 11, 11 and 10 bits."""
+"""Number of counters per chunk and launch; the digits of a key have 11, 11 and 10 bits."""
 SHIFTS = (21, 10, 0)
 CHUNK, CHUNKS = 2**15, 128
 """Number of elements per chunk, unless a tensor would have more chunks than this."""
@@ -56,7 +56,7 @@ def _key(table, many, point, begin, at, value, RANDOM: tl.constexpr):
 
 @triton.jit
 def _digit(total, rank):
-    # Returns the digit of the element of this rank, from 1 on, and its rank among those with the same digit.
+    # Returns the digit of the element of this rank, and its rank among elements with this digit. Ranks begin at 1.
     above = tl.sum(total, 0) - tl.cumsum(total, 0)
     digit = tl.sum((above >= rank).to(tl.int32), 0)
     return digit, rank - tl.sum(tl.where(tl.arange(0, _BINS) == digit, above, 0), 0)
@@ -67,10 +67,11 @@ def group_digits(
     chunks, table, many, before, counts, found, marks,
     SHIFT: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Count a chunk's elements by the digit of their keys at bit SHIFT, to ``counts``, int32[chunks, BINS], of zeros.
+    """Count a chunk's elements by the digit of their keys at bit SHIFT, in ``counts``, int32[chunks, BINS], all zeros.
 
-    ``before``: the counts of the digit before. ``found``: int64[points, 2], the digits before and the rank that is
-    left; updated. ``marks``: int32[2, chunks], how many elements exceed these digits, and whether all are finite.
+    ``before``: the counts of the previous digit. ``found``: int64[points, 4], receives the digits so far and the rank
+    among elements with these digits, in columns 0 and 1 by the second launch, and 2 and 3 by the third. ``marks``:
+    int32[2, chunks], receives how many elements exceed the digits so far, and whether any is not finite.
     """
     point, first, many_chunks, begin, size = _chunk(chunks)
     chunk, last = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -93,7 +94,7 @@ def group_digits(
         value, _ = load_value(table, many, point, begin + start, at, here, ADD, False)
         key = _key(table, many, point, begin + start, at, value, RANDOM)
         if SHIFT == 21:
-            step, counted = key >> 21, here & (key != 0)  # if zeros are chosen, no larger digit has the wanted rank
+            step, counted = key >> 21, here & (key != 0)  # zeros need no count: 0 is the default digit
             infinite |= (here & (magnitudes_of(value) >= 0x7F800000)).to(tl.int32)
         elif SHIFT == 10:
             step, counted = (key >> 10) & 2047, here & (key != 0) & (key >> 21 == prefix)
@@ -114,7 +115,7 @@ def group_take(
 ):  # fmt: skip
     """Write a chunk's chosen elements and positions to the message at ``out``, and the new residual.
 
-    Random positions go to ``positions``, an address, and all values are NaN if an element of the tensor is not finite.
+    If RANDOM, positions go to the address ``positions``, and all values are NaN if any of the tensor is not finite.
     """
     point, first, many_chunks, begin, size = _chunk(chunks)
     chunk, last, at, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, TILE), tl.arange(0, _BINS)
@@ -165,11 +166,11 @@ def group_scatter(tiles, table, many, senders, count, positions, TILE: tl.conste
         values = floats(base + column(table, many, point, SCALES))
         where = integers(tl.where(positions != 0, positions, base) + column(table, many, point, CODES), 4)
         low, high = tl.zeros((), tl.int64), k
-        while low < high:  # the first position in this tile
+        while low < high:  # searches for the first position in this tile
             middle = (low + high) // 2
             below = tl.load(where + middle) < begin
             low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
-        tl.debug_barrier()  # an element is written to by one thread for each worker
+        tl.debug_barrier()  # other threads may have written to the same elements of out
         more = low < k
         while more:
             place = low + tl.arange(0, SOME)

@@ -1,4 +1,4 @@
-"""Triton's kernels of single tensors: those of groups, for a group of one."""
+"""Triton's kernels for single tensors: they call the kernels of groups for a group of one tensor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from grace.kernels.triton.tables import TritonGroups
 
 Array = Any
 Sizes = Any  # Sequence[tuple[str, int]]
-"""The dtype and the length of each array of a payload, of which the second has scales or elements."""
+"""The dtype and the length of each payload array. The second array has the scales, or the sent elements."""
 
 
 class Singles:
-    """Calls of `TritonGroups`; x always receives the new residual.
+    """Calls `TritonGroups` for single tensors; x always receives the new residual.
 
     A kernel that cannot be compiled or launched raises `Unavailable`, before writing any output.
     """
@@ -59,7 +59,7 @@ class Singles:
         if n == 0:
             return out
         at = _addresses(payloads)
-        if (at - at[:, :1] != at[0] - at[0, 0]).any():  # a table has one place of an array for all workers
+        if (at - at[:, :1] != at[0] - at[0, 0]).any():  # a table has one offset per array, for all workers
             payloads = [self._copied(payload, sizes) for payload in payloads]
             at = _addresses(payloads)
         places, workers = (at[0] - at[0, 0]).tolist(), len(at)
@@ -73,13 +73,13 @@ class Singles:
         return out
 
     def _kept(self, key: Any, made: Callable[[], Any]) -> Any:
-        # Tables are copied on the stream that reads them.
+        # One table per CUDA stream, because a table is copied on the stream that reads it.
         device = self._xp.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return recent(self._known, (stream, *key), made)
 
     def _payload(self, sizes: Sizes) -> tuple[tuple[Array, ...], list[int]]:
-        # Arrays that follow each other in one message, wide dtypes first, and their places there.
+        # Returns adjacent arrays in one message, wide dtypes first, and their byte offsets.
         places, at = [0] * len(sizes), 0
         for number in sorted(range(len(sizes)), key=lambda number: -ITEMSIZE[sizes[number][0]]):
             places[number], at = at, at + sizes[number][1] * ITEMSIZE[sizes[number][0]]

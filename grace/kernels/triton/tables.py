@@ -1,4 +1,4 @@
-"""Triton's kernels of groups, launched over tables of addresses that only go to the device when they change."""
+"""Launches Triton's kernels for groups. Tables of addresses are copied to the device only when they change."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Array = Any
 CHECKED = 8192
 """Number of elements that share a flag, for methods without a block size."""
 SELECTING = ("topk", "randomk")
-"""The methods that send some elements."""
+"""The methods that send only some elements."""
 BITS = {"efsignsgd": 1, "signsgd": 1, "codes": 8}
-"""Bits of a code, for methods whose kernels are not told."""
+"""Bits per code, for methods without a setting for it."""
 
 
 class Points(NamedTuple):
-    """What launches need to know of their points, int64[points] each."""
+    """Properties of the points of a launch, int64[points] each."""
 
     sizes: Any
     starts: Any
-    """The positions of their first elements in their tensors."""
+    """The position of each point's first element in its tensor."""
     counts: Any
-    """Their numbers of scales, or of elements that are sent."""
+    """The number of scales, or of sent elements."""
     flags: Any
-    """The numbers of their flags."""
+    """The index of each point's flag."""
     offsets: Sequence[Any]
-    """The byte offsets of the arrays of their payloads in a message."""
+    """For each payload array, its byte offsets in a message."""
 
 
 class Table:
-    """The columns of some points, with ``more`` addresses, and their copy on the device, renewed when they change."""
+    """A table of points, followed by ``more`` addresses, with a copy on the device that is renewed after changes."""
 
     def __init__(self, xp: Any, points: Points, more: int = 0):
         self._xp, self.many = xp, len(points.sizes)
@@ -71,13 +71,13 @@ class Table:
 
 
 class _Memory:
-    # An array of a device, by its address, for PyTorch to view.
+    # Describes an array at a device address, so that PyTorch can view it.
     def __init__(self, address: int, n: int, kind: str):
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (n,), "typestr": kind, "version": 3}
 
 
 class TritonGroups(Launcher):
-    """Launches for groups; ``failed`` once a kernel could not be compiled or launched."""
+    """Launches for groups. ``failed``: whether a kernel could not be compiled or launched."""
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         super().__init__(xp, self._fail)
@@ -89,7 +89,7 @@ class TritonGroups(Launcher):
             self._warn(error)
 
     def restorer(self, sizes: Any, flags: Any) -> Callable[[Any, Any, Any, Array], None]:
-        """A function of the addresses of x, old and new residuals, and flags: `group_restore`."""
+        """Return a function of the addresses of x, old and new residuals, and of the flags: `group_restore`."""
         table = Table(self._xp, Points(sizes, 0, 0, flags, ()))
         tiles = self.tiles(sizes, 0, TILE)
 
@@ -102,7 +102,7 @@ class TritonGroups(Launcher):
     def encoder(
         self, name: str, how: Mapping[str, int], more: Mapping[str, Any], random: bool, points: Mapping[str, Any]
     ) -> Any:
-        """The encoder of `Points` with equal settings, for the method of this name; see `recipes.Recipe`."""
+        """Return an encoder of `Points` with equal settings, for the method of this name; see `recipes.Recipe`."""
         if name == "eden":
             return Rotated(self, Points(**points), how, more)
         if name in SELECTING:
@@ -112,7 +112,7 @@ class TritonGroups(Launcher):
     def decoder(
         self, name: str, how: Mapping[str, int], more: Mapping[str, Any], points: Mapping[str, Any], senders: Any
     ) -> Any:
-        """The decoder of `Points` with equal settings. ``senders``: int64[points, count], the workers of each."""
+        """Return a decoder of `Points` with equal settings. ``senders``: int64[points, count], each point's workers."""
         if name == "eden":
             levels = tuple(more["levels"].tolist())
             form = form_of(how["width"], levels)
@@ -144,12 +144,12 @@ class TritonGroups(Launcher):
         return self._xp
 
     def tiles(self, sizes: Any, block: int, tile: int) -> Array:
-        """int64[tiles, 4] on the device: see `_tile`; no tile lies in two blocks of ``block`` elements (0: any)."""
+        """Return `_tiles`, int64[tiles, 4], on the device."""
         return uploaded(self._xp, _tiles(sizes, block, tile))
 
 
 def form_of_blocks(name: str, how: Mapping[str, int]) -> dict[str, Any]:
-    """The constants that kernels of methods with blocks, with "levels" for natural's window, are compiled for."""
+    """Return the compile-time constants of kernels of methods with blocks; "levels" is natural's window."""
     block, bits, levels = how.get("block", CHECKED), how.get("bits", BITS.get(name, 0)), how.get("levels", 0)
     each = 8 if 32 % bits or block % (32 // bits) else 32 // bits
     method = "terngrad" if name == "qsgd" and not levels else "natural" if name == "codes" else name
@@ -168,13 +168,13 @@ class Blocks:
         self._form["RANDOM"] = random
         tiles = _tiles(points.sizes, block, rows * block if whole else TILE)
         self._tiles, self._programs = uploaded(groups.xp, tiles), len(tiles)
-        self._statistics = () if whole else (False, True) if method == "qsgd" else (False,)  # of which squares
+        self._statistics = () if whole else (False, True) if method == "qsgd" else (False,)  # a pass each: SQUARES
         if not whole:
             blocks = _blocks(tiles)
             self._blocks, self._block_count = uploaded(groups.xp, blocks), len(blocks)
 
     def encode(self, x: Any, old: Any, new: Any, out: int, keys: Any, shared: tuple[int, int]) -> None:
-        """See `grace.engine.groups.native.Encoder`. ``keys``: int64[2, points]; ``shared``: the noise table's."""
+        """See `grace.engine.groups.native.Encoder`. ``keys``: int64[2, points]; ``shared``: the noise table's keys."""
         table, form, add = self._table, self._form, bool(np.any(new))
         table.set({columns.X: x, columns.OLD: old, columns.NEW: new, columns.KEY0: keys[0], columns.KEY1: keys[1]})
         where, launch = (table.on_device(), table.many, out), self._groups.launch
@@ -208,7 +208,7 @@ class Rotated:
 
 
 class Selected:
-    """Encodes points of which some elements are sent; see `grace.kernels.triton.selections`."""
+    """Encodes points by sending only some of their elements; see `grace.kernels.triton.selections`."""
 
     def __init__(self, groups: TritonGroups, points: Points, random: bool):
         self._groups, self._table, self._random = groups, Table(groups.xp, points), random
@@ -235,9 +235,9 @@ class Selected:
 
 
 class Mean:
-    """Decodes what encoders encode, and judges it. ``senders``: int64[points, count], as in a `Decoder`.
+    """Decodes payloads, and checks that they are finite. ``senders``: int64[points, count], as in a `Decoder`.
 
-    ``cut``: the sizes of blocks, which tiles hold whole, and of tiles; 0: tiles hold parts of them.
+    ``cut``: the sizes of blocks and of tiles. Tiles hold whole blocks; if the block size is 0, a tile may cut a block.
     """
 
     def __init__(
@@ -273,14 +273,14 @@ class Mean:
 
 
 def uploaded(xp: Any, words: Any) -> Array:
-    """A copy of int64 numbers on the device, which later work there waits for, but not the host."""
+    """Return a copy of int64 numbers on the device. Later work on the device waits for the copy; the host does not."""
     host = torch.from_numpy(np.ascontiguousarray(words, np.int64))
     return host.pin_memory().to(xp.device, non_blocking=True) if xp.device.type == "cuda" else host.clone()
 
 
 def _tiles(sizes: Sequence[int], block: int, tile: int) -> Any:
-    # Returns rows of a point, the number of its block, the place of the tile's first element, and its size. A tile of
-    # several blocks has the number of the first one.
+    # Returns a row per tile: point, number of its first block, offset of its first element, and size. A tile is several
+    # whole blocks, or a part of one block. If ``block`` is 0, all elements of a point are one block.
     rows = []
     for point, n in enumerate(np.asarray(sizes).tolist()):
         size = block or n
@@ -292,7 +292,7 @@ def _tiles(sizes: Sequence[int], block: int, tile: int) -> Any:
 
 
 def _blocks(tiles: Any) -> Any:
-    # Returns rows of a point, the number of its block, its first tile, and its numbers of tiles and of elements.
+    # Returns a row per block: point, block number, first tile, number of tiles, and number of elements.
     starts = np.flatnonzero(np.append(True, np.any(tiles[1:, :2] != tiles[:-1, :2], 1)))
     ends = np.append(starts[1:], len(tiles))
     elements = np.add.reduceat(tiles[:, 3], starts)

@@ -40,8 +40,8 @@ def compress(model: nn.Module, params: Mapping[str, Any] | Grace) -> Grace:
     ``params``: as for `grace.grace_from_params`, or a Grace. For FSDP2 the communicator is "reducescatter" by default,
     and "parameters" compresses the all-gather, as in `grace.torch.fsdp`. Returns the Grace, for its report and state.
 
-    State has the model's parameter names. Raises TypeError for what is no model; ValueError for a model of several
-    processes that is neither; RuntimeError after an optimizer's first step if no gradient has passed through
+    State has the model's parameter names. Raises TypeError for other objects; ValueError for a plain model if there are
+    several processes; RuntimeError after an optimizer's first step if no gradient has passed through
     DistributedDataParallel. A plain model of a single process sends nothing.
     """
     if not isinstance(model, nn.Module):
@@ -130,7 +130,7 @@ def figures(averages: Any) -> dict[str, float]:
 def save(averages: Any, folder: str | os.PathLike[str]) -> None:
     """Write the state of a Grace or a DiLoCo into the folder of a trainer's checkpoint."""
     here = Path(folder) / FOLDER
-    shutil.rmtree(here, ignore_errors=True)  # of an earlier run in the same folder
+    shutil.rmtree(here, ignore_errors=True)  # files of an earlier run in the same folder
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     checkpoint.save(averages, here, keep=0)
@@ -148,11 +148,11 @@ def load(averages: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def _hook(grace: Grace, model: DistributedDataParallel) -> None:
-    # No reference to the model may come from the hook: DDP's C++ part holds the hook, which the garbage collector does
-    # not see.
+    # The hook must not hold a strong reference to the model: DDP's C++ part holds the hook, and the garbage collector
+    # does not see this cycle.
     weak = ref(model)
 
-    # Not before the step: its closure may make the passes.
+    # Check after the step, not before it: the step's closure may run the backward passes.
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = weak()
         mine = {p for p in model.parameters() if p.grad is not None} if model is not None else set()
@@ -167,7 +167,7 @@ def _hook(grace: Grace, model: DistributedDataParallel) -> None:
         return ddp_hook(grace, bucket)
 
     name_parameters(grace, model)
-    # Built here, the workers can agree on what a checkpoint holds before the first pass.
+    # Build now, so that the workers can agree on a checkpoint's tensors before the first pass.
     named, ignored = model.module.named_parameters(), model.parameters_to_ignore
     grace.build([(name, p) for name, p in named if p.requires_grad and name not in ignored])
     model.register_comm_hook(grace, fired)

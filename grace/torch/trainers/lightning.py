@@ -72,7 +72,7 @@ class LightningCallback(Callback):
             checkpoint[KEY] = GatheredState(self.grace).state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the states until the model is there."""
+        """Keep the states until the model is attached."""
         if trainer.state.fn == "fit":
             self._loaded = {key: checkpoint[key] for key in (KEY,) if key in checkpoint}
             self._load()  # ModelParallelStrategy loads after `on_fit_start`

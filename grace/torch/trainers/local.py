@@ -19,7 +19,7 @@ from grace.torch.trainers.exchange import FOLDER, load, save
 class LocalTraining:
     """A `grace.local.DiLoCo` in the model and the optimizer of a trainer. ``params``: as for `grace.local.from_params`.
 
-    Between landings each worker has a model of its own, of which the trainer's checkpoint holds worker 0's: so each
+    Between landings the workers' models differ, and the trainer's checkpoint holds only worker 0's. Therefore each
     worker's model and optimizer are saved beside its state.
     """
 

@@ -152,7 +152,7 @@ class Commit:
             kept = held if finite is None else held * finite
         vectors = [self._flat[unit] for unit in units]
         group.finish(landed, grouped.places(self._flat), kept)
-        self._count(grouped.counts)
+        self._count(group.counted(grouped.counts, landed))
         if grouped.names and (finite is None or poison) and not self._holders:
             return self._shaped(grouped.names, vectors, [unit.shape for unit in units])
         means: dict[str, Array | None] = {}

@@ -18,7 +18,7 @@ from grace.engine.reshard import CARRIED, Points, parsed, sharing
 if TYPE_CHECKING:
     from grace.engine.groups.rows import RowTable
 
-IN_ROWS = ("memory/residual", "memory/momentum", "memory/estimate", "memory/mean", "compressor/q")
+IN_ROWS = ("memory/residual", "memory/momentum", "memory/estimate", "memory/mean", "compressor/p", "compressor/q")
 """Endings of the keys of arrays that a `RowTable` holds, if there is one."""
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""

@@ -41,6 +41,8 @@ METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "int32"},
     "randomk": {"compressor": "randomk", "compress_ratio": 0.05},
     "powersgd": {"compressor": "powersgd", "compress_rank": 2},
+    "acpsgd": {"compressor": "acpsgd", "compress_rank": 2},
+    "dion": {"compressor": "dion", "rank_fraction": 0.1},
 }
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations that copy values to the host."""
@@ -135,11 +137,16 @@ def net():
     return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
 
 
+def sgd(model, params):
+    momentum = 0.0 if params["compressor"] == "dion" else 0.9  # dion has its own
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)
+
+
 def ddp(params):
     model = torch.nn.parallel.DistributedDataParallel(net())
     grc = grace.grace_from_params({**params, "min_numel": 0})
     model.register_comm_hook(grc, grace.torch.ddp_hook)
-    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), grc
+    return model, sgd(model, params), grc
 
 
 def optimizer(params):
@@ -147,9 +154,7 @@ def optimizer(params):
     grc = grace.grace_from_params({**params, "min_numel": 0})
     return (
         model,
-        grace.torch.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), grc, model.named_parameters()
-        ),
+        grace.torch.DistributedOptimizer(sgd(model, params), grc, model.named_parameters()),
         grc,
     )
 
@@ -159,7 +164,7 @@ def fsdp(params):
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     grc = grace.grace_from_params({**params, "min_numel": 0, "communicator": "reducescatter"})
     grace.torch.fsdp(model, grace=grc)
-    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), grc
+    return model, sgd(model, params), grc
 
 
 def train(make, params, clip):

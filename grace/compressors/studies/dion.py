@@ -73,9 +73,11 @@ class Dion(Factored):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         p, r = self.factors(payload, ctx)
-        fan_out = ctx.shape[self.output_axis]
-        scale = fan_out / math.sqrt(ctx.size)  # sqrt(fan_out / fan_in), where fan_in = size / fan_out
-        return ctx.xp.reshape(p @ (self._normalized(r, ctx) * scale), (-1,))
+        return ctx.xp.reshape(p @ (self._normalized(r, ctx) * self.scale(ctx)), (-1,))
+
+    def scale(self, ctx: Context) -> float:
+        """sqrt(fan_out / fan_in), where fan_in = size / fan_out."""
+        return float(ctx.shape[self.output_axis] / math.sqrt(ctx.size))
 
     def _normalized(self, r: Array, ctx: Context) -> Array:
         # Divide by the largest magnitude first: squares of large numbers overflow.

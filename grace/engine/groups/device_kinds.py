@@ -15,6 +15,8 @@ from grace.compressors.measured.qsgd import QSGD
 from grace.compressors.measured.signsgd import SignSGD
 from grace.compressors.measured.terngrad import TernGrad
 from grace.compressors.measured.topk import TopK
+from grace.compressors.studies.acpsgd import ACPSGD
+from grace.compressors.studies.dion import Dion
 from grace.compressors.studies.randomk import RandomK
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
@@ -23,9 +25,11 @@ from grace.engine.groups.devices import DeviceGathered, DeviceTwoStage
 from grace.engine.groups.drawn import DeviceRandomK
 from grace.engine.groups.exchanges import RESIDUAL, GatheredGroup, Group, TwoStageGroup
 from grace.engine.groups.kinds import Kind, kind_of
-from grace.engine.groups.lowrank import LowRankGroup
-from grace.engine.groups.matrices import DeviceLowRank
+from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
+from grace.engine.groups.matrices import LEFT, DeviceACPSGD, DeviceDion, DeviceLowRank
+from grace.memories.decoupled import Decoupled
 
+MOMENTUM = "memory/momentum"
 LARGE = 8192
 """The largest block that is rotated by one program."""
 METHODS: dict[type, Callable[[Any], bool]] = {
@@ -47,6 +51,8 @@ def device_kind(method: Method, communicator: Communicator, ctx: Context, state:
     """`kind_of`, on a device."""
     if type(method.compressor) is RandomK and type(communicator) is Allreduce:
         return Kind(DeviceRandomK) if _drawn(method, ctx, state) else None
+    if type(method.compressor) in (ACPSGD, Dion) and type(communicator) is Allreduce:
+        return _factored(method, ctx, state)
     serves = METHODS.get(type(method.compressor))
     if serves is None or not serves(method.compressor):
         return None
@@ -61,3 +67,13 @@ def _drawn(method: Method, ctx: Context, state: State) -> bool:
     assert isinstance(compressor, RandomK)
     plain = memory.standard_feedback and type(memory).after_mean is Memory.after_mean and state.keys() <= {RESIDUAL}
     return plain and compressor.mode == "fixed" and not compressor.unbiased_scale and 0 < ctx.size < 2**31
+
+
+def _factored(method: Method, ctx: Context, state: State) -> Kind | None:
+    # The kind of a tensor whose factors all workers agree on, by a method for studies.
+    memory, kind, known = method.memory, Kind(DeviceACPSGD), {RESIDUAL, DIRECTIONS, LEFT}
+    served = memory.standard_feedback
+    if type(method.compressor) is Dion:
+        kind, known, served = Kind(DeviceDion), {MOMENTUM, DIRECTIONS}, served or type(memory) is Decoupled
+    plain = type(memory).after_mean is Memory.after_mean
+    return kind if served and plain and state.keys() <= known and ctx.size else None

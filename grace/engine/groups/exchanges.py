@@ -208,6 +208,10 @@ class Group(ABC):
     def traffic(self) -> list[tuple[int, int]]:
         """Bytes of payloads that each unit sends and receives in an exchange."""
 
+    def counted(self, counts: dict[str, list[int]], landed: Any) -> dict[str, list[int]]:
+        """What `Meter` counts for this exchange, the same object for each like it; ``counts``: by `traffic`."""
+        return counts
+
     def hold(self) -> None:
         """Keep the current state until the next exchange is committed or discarded."""
         for each in self.feedback:

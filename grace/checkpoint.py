@@ -37,9 +37,10 @@ FOLDER = re.compile(r"step-(\d{9,})")
 def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     """Write this worker's state below ``folder`` and return its file. Every worker calls this at the same step.
 
-    The file appears under its name, in a folder per step, once it is completely on disk. Then all but ``keep`` - 1 of
-    this worker's older files are removed (0: keep all): with 2 or more, there is a complete checkpoint of all workers
-    at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError if writing fails.
+    The file appears under its name, in a folder per step, once it is completely on disk. Then this worker's oldest
+    files are removed, so that the newest ``keep`` remain; 0 keeps all. With ``keep`` of 2 or more, a complete
+    checkpoint of all workers exists at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that,
+    and OSError if writing fails.
     """
     if keep == 1 or keep < 0:
         raise ValueError(f"keep={keep!r} must be 0 (keep all) or at least 2: the last one may be incomplete elsewhere")

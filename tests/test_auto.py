@@ -558,8 +558,8 @@ class Turns(Auto):
 
 @pytest.mark.parametrize("again", [0, 4, 5, 7])
 def test_nothing_is_lost_where_levels_follow_in_any_order(again):
-    # Levels: dense, flush, two stages, one round (exact for "v"), none, two stages. ``again``: the step whose state is
-    # loaded later.
+    # The levels by number: dense, flush, topk in two stages, powersgd (exact for the vector "v"), none, efsignsgd in
+    # two stages. ``again``: the step whose saved state is loaded afterwards.
     sparse = {"compressor": "topk", "compress_ratio": 0.05}
     turns = Turns(candidates=(sparse, "powersgd", "none", {"compressor": "efsignsgd", "block_size": 512}))
     world = World(4)

@@ -28,7 +28,7 @@ def build(transport=None, **params):
     return grace_from_params(params, transport or LocalTransport())
 
 
-# -- A1: the detector -----------------------------------------------------------------------------------------------
+# -- the detector -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "before, now, found",
     [
@@ -116,7 +116,7 @@ def test_warm_up_goes_down_to_the_methods_ratio():
     assert found == [0.25] * 2 + [0.0625] * 2 + [0.015625] * 2 + [0.00390625] * 2 + [0.001] * 4
 
 
-# -- A2: what is summed ---------------------------------------------------------------------------------------------
+# -- what is summed ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("source", ["rank0", "mean", "aggregated"])
 def test_the_norm_is_that_of_the_sum(xp, source):
     graces = workers({**TOPK, "norm_source": source, "window": 1, "compress_ratio": 1.0, "k_low": 1.0}, 2)
@@ -173,7 +173,7 @@ def test_gradients_are_summed_in_epochs_that_are_looked_at_only():
     assert watched == [True, False, False, True, False, False, True]
 
 
-# -- levels in force, on every toolkit and in graphs ---------------------------------------------------------------
+# -- levels in force, on every toolkit and in graphs ------------------------------------------------------------------
 @pytest.mark.parametrize("params", [TOPK, RANK], ids=["topk", "powersgd"])
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 def test_toolkits_decide_alike(params, granularity):
@@ -277,7 +277,7 @@ def test_any_field_of_any_method_is_a_level(xp, params):
         assert all(np.array_equal(worker[name], x) for name, x in found.means[0].items())
 
 
-# -- A4: traffic ----------------------------------------------------------------------------------------------------
+# -- traffic ----------------------------------------------------------------------------------------------------------
 def formula(params, shape, level):
     """The bytes that a worker sends in a step."""
     if params["compressor"] == "topk":
@@ -298,7 +298,7 @@ def test_bytes_are_those_of_the_levels(xp, params, granularity):
         assert tensor.bytes_sent == STEPS * sum(formula(params, tensor.shape, level) for level in held)
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("params", [TOPK, RANK], ids=["topk", "powersgd"])
 @pytest.mark.parametrize("source", ["rank0", "mean"])
 def test_a_run_goes_on_from_the_middle_of_a_window(xp, params, source):
@@ -360,7 +360,7 @@ def test_a_state_of_other_settings_is_refused():
         grace.load_state_dict(state)
 
 
-# -- disagreement ---------------------------------------------------------------------------------------------------
+# -- disagreement -----------------------------------------------------------------------------------------------------
 def test_workers_that_disagree_all_raise():
     graces = workers(TOPK, 2)
     for grace in graces:
@@ -414,7 +414,7 @@ def test_an_epoch_does_not_end_in_the_middle_of_a_step():
         grace.end_epoch()
 
 
-# -- names, levels and what is refused ------------------------------------------------------------------------------
+# -- names, levels and what is refused --------------------------------------------------------------------------------
 REFUSED = [
     ({"compressor": "topk", "policy": "acordion"}, r"unknown policy 'acordion' \(did you mean 'accordion'\?\)"),
     ({"compressor": "topk", "policy": "accordion"}, "policy 'accordion' needs k_low"),
@@ -507,7 +507,7 @@ def test_fused_tensors_have_one_level(xp, fuse):
     assert len(past) > 1
 
 
-# -- the report -----------------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 def test_the_report_shows_levels_over_time(tmp_path):
     found = simulate(TOPK, sequence(2), steps_per_epoch=STEPS).report
     (row,) = [tensor for tensor in found.tensors if tensor.name == "jumps"]
@@ -533,7 +533,7 @@ def test_zeros_are_critical(name):
     assert levels_of(found.report) == {"w": [(0, LOW)]}
 
 
-# -- doors ----------------------------------------------------------------------------------------------------------
+# -- doors ------------------------------------------------------------------------------------------------------------
 def trained(policy, scale_lr=False, lr_scheduler=None):
     """A tiny network in PyTorch: its Grace, optimizer and policy scheduler."""
     torch = pytest.importorskip("torch")
@@ -625,7 +625,7 @@ def test_keras_refuses_batches_that_it_cannot_add_up():
 
 
 @pytest.mark.slow
-# -- A5, A6: what it is good for, in short; `python -m benchmarks.accordion` is the whole ------------------------------
+# -- Accordion's benefit in a short training; `python -m benchmarks.accordion` runs the full experiment ---------------
 def test_accordion_recovers_what_much_compression_loses():
     from benchmarks import accordion
 

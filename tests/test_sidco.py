@@ -41,13 +41,13 @@ def stages(xp, many):
 
 
 def chosen(xp, compressor, x, state=None):
-    """Positions that a compressor or selector sends of x, and its next state."""
+    """The positions in x that a compressor or selector chooses, and its next state."""
     ctx = context(xp, len(x))
     found, state = compressor.choose(xp.asarray(x, "float32"), compressor.init(ctx) if state is None else state, ctx)
     return np.array(xp.to_numpy(found)), state
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------
+# -- laws -------------------------------------------------------------------------------------------------------------
 def test_closed_forms(xp):
     # S1, worked out by hand: ln 100; 4 (100 ** 0.25 - 1); half of chi squared's 1 % quantile, one degree of freedom.
     mean, share = one(xp, 1.0, math.log(0.01))
@@ -129,7 +129,7 @@ def test_zeros_and_the_number_of_elements():
         assert many / 10**4 == pytest.approx(wanted, abs=0.03), zeros
 
 
-# -- stages --------------------------------------------------------------------------------------------------------
+# -- stages -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ratio", [*RATIOS, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("many", [1, 2, 3, 7])
 def test_shares_of_the_stages_multiply_to_the_ratio(xp, ratio, many):
@@ -213,7 +213,7 @@ def test_the_most_stages_are_those_of_the_paper():
     assert SIDCo(0.001, stages=5).init(context(backend("numpy"), N)) == {}
 
 
-# -- laws that are not the right ones (S4) -------------------------------------------------------------------------
+# -- laws that are not the right ones ---------------------------------------------------------------------------------
 @cache
 def draws(law):
     return [abs(draw(law, N, seed)) for seed in range(8)]
@@ -236,7 +236,7 @@ def test_the_papers_rule_stays_at_one_stage_where_that_lets_too_many_through():
     assert last > 1
 
 
-# -- a training (S5) -----------------------------------------------------------------------------------------------
+# -- a training -------------------------------------------------------------------------------------------------------
 EPOCHS, SEEDS = 20, (0, 1)
 
 
@@ -279,7 +279,7 @@ def test_one_stage_fails():
     assert accuracy("SIDCo-P one stage", 0.001) < accuracy("SIDCo-P robust", 0.001) - 0.1
 
 
-# -- toolkits (S7) -------------------------------------------------------------------------------------------------
+# -- toolkits ---------------------------------------------------------------------------------------------------------
 def functions(name):
     """The ways in which a toolkit calls a function of arrays: eagerly, and traced if it has graphs."""
     if name != "tensorflow":
@@ -318,7 +318,7 @@ def test_toolkits_select_the_same_elements(xp, selector):
         assert np.array_equal(xp.to_numpy(choose(xp.asarray(x, "float32"))[0]), expected)
 
 
-# -- whole exchanges (S8; over real processes: test_processes.py) --------------------------------------------------
+# -- whole exchanges (over real processes: test_processes.py) ---------------------------------------------------------
 EXCHANGED = [{"compressor": "sidco", "sid": sid} for sid in ("e", "gp", "p")]
 EXCHANGED += [{"compressor": "topk", "selector": "sidco"}]
 
@@ -363,7 +363,7 @@ def test_one_state_for_the_whole_model(xp):
     assert len(states([grace])[0]) == 5
 
 
-# -- edges (S9) ----------------------------------------------------------------------------------------------------
+# -- edges ------------------------------------------------------------------------------------------------------------
 SETTINGS = [SIDCo(0.01, sid, stages=many) for sid in ("e", "gp", "p") for many in (1, 3)] + [
     SIDCo(0.01, "gp", closed_form=True),
     SIDCo(0.01, cap_factor=4 / 3),
@@ -438,7 +438,7 @@ def test_a_cap_keeps_the_largest(xp):
         assert 5 in chosen(xp, SIDCo(0.001, "e", stages=1, cap_factor=1.0), x)[0]
 
 
-# -- the other selectors -------------------------------------------------------------------------------------------
+# -- the other selectors ----------------------------------------------------------------------------------------------
 def test_chunks_have_their_share_and_see_what_is_not_finite(xp):
     n = 5 * 4096 + 100
     x = normal(n)
@@ -480,7 +480,7 @@ def test_selectors_serve_every_sparsifier_that_takes_them():
 
 
 @pytest.mark.slow
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------------------------------
 def test_the_command_measures_and_shows():
     pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
     from rich.console import Console

@@ -40,7 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 
 # -- printing ----------------------------------------------------------------------------------------------------------
 def plain(error: UnicodeError) -> tuple[str, int]:
-    """Replaces characters that the output's encoding lacks: the encoder error handler "grace-plain"."""
+    """The encoder error handler "grace-plain": replaces characters that the output's encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     found = ""

@@ -197,8 +197,8 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _limit(self, buffer: Array) -> timedelta | None:
-        # Returns the timeout of a message, or None to use the group's timeout: always on a device, where a timeout
-        # would make the host wait.
+        # Returns the timeout of a message, or None to use the group's timeout. For a buffer on a device it is always
+        # None, because a timeout would make the host wait.
         return None if self._timeout is None or buffer.device.type != "cpu" else _delta(self._timeout)
 
     def _begun(self, name: str, buffer: Array, work: Any) -> Wait:

@@ -1,4 +1,4 @@
-"""Some elements as they are, with their positions: topk, randomk, threshold."""
+"""Methods that send some elements unchanged, with their positions: topk, randomk, threshold."""
 
 import math
 

@@ -77,7 +77,7 @@ reads = None
 
 
 def watched(owner, name, allowed):
-    """Wrap a method so that its reads are recorded or ``allowed``."""
+    """Wrap a method that reads values on the host, to record each call. ``allowed``: calls are not recorded."""
     original = getattr(owner, name)
 
     def method(self, *rest, **form):

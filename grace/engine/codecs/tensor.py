@@ -65,7 +65,7 @@ class TensorCodec(Method):
 
 @cache
 def _twin(compressor: Compressor) -> Compressor:
-    # Returns a copy of the compressor, to be passed to memories, whose `residual` calls a kernel if there is one.
+    # Returns a copy of the compressor whose `residual` calls a kernel if there is one. The copy is passed to memories.
     found = copy(compressor)
     object.__setattr__(found, "residual", partial(residual, compressor))
     return found

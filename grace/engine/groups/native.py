@@ -166,8 +166,8 @@ class Encoder:
     def encode(self, x: Any, old: Any, new: Any, out: int, step: int) -> None:
         """Encode the sums of the vectors at the addresses ``x`` and ``old`` to the message at ``out``.
 
-        New residuals are written to ``new``. Where ``new`` equals ``old``, the old residual is moved to x; elsewhere x
-        is unchanged. ``old`` and ``new`` may be 0: no residuals.
+        New residuals are written to ``new``. If ``new`` is ``old``, x receives the old residual in exchange; otherwise
+        x is unchanged. Without residuals, ``old`` and ``new`` are 0.
         """
         rows = self._rows
         if self._draws is not None:

@@ -160,7 +160,7 @@ def test_the_table_shows_both_allocators(measured):
     assert "numpy, 1 thread, n = 10,000" in text
     assert re.search(r"memcpy in µs: as it comes [\d.]+, tuned [\d.]+", text)
     assert re.search(r"nearest4 .*5,628 +4\.5 +[\d.e+]+ / [\d.e+]+ ", text)
-    assert re.search(r"nearest4 .* [\d.e+-]+, [\d.e+-]+ / [\d.e+-]+, [\d.e+-]+", text)  # shares of a copy's throughput
+    assert re.search(r"nearest4 .* \d+, \d+\n", text)  # shares of a copy's throughput
 
 
 def test_all_methods_are_measured_by_default_and_those_that_cannot_be_are_named(site):

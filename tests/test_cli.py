@@ -447,6 +447,8 @@ def test_benches_are_readable_in_80_columns():
         "form": "blockwise",
         "bytes": 25_195_312,
         "bits_per_element": 8.06,
+        "state_bytes": 0,
+        "workers_decoded": 4,
         "memcpy": {"us": 5231.5},
         **dict.fromkeys(("encode", "commit", "decode"), time_),
         "step": None,

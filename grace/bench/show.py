@@ -55,7 +55,7 @@ def render(results: Results, console: Console) -> None:
                 f"{any_of['bytes']:,}",
                 f"{any_of['bits_per_element']:.3g}",
                 *(_both(allocators, mine, lambda r, each=each: _time(r, each)) for each in operations),  # type: ignore[misc]
-                *(_both(allocators, mine, _shares) for _ in shares),
+                *(_shares([*mine.values()][-1]) for _ in shares),
                 *(str(any_of["host_waits"]) for _ in waits),
                 *(next((_extra(r) for r in mine.values() if r["extra_memory"]), "") for _ in extra),
                 *(_both(allocators, mine, _speedups) for _ in peers),
@@ -65,8 +65,8 @@ def render(results: Results, console: Console) -> None:
     console.print(
         f"xM: times a memcpy of the gradient in the same run, allocator {columns}; encode is compensate, compress and "
         "update; commit keeps the new state; decode is the mean of 4 workers' payloads. * measured once: three rounds "
-        "exceed the budget. % of copy: rates of encode with commit, and of decode, as shares of memcpy's: the bytes "
-        "that have to be read and written, by the time. Extra memory: of a step, + what is kept between steps, as "
+        "exceed the budget. % of copy: rates of encode with commit, and of decode (tuned), as shares of memcpy's: "
+        "bytes to read and write, over the time. Extra memory: of a step, + what is kept between steps, as "
         "shares of the model. vs peer: encode (with commit) and decode, or the whole step, times faster."
     )
     for line in omissions(results):
@@ -113,7 +113,7 @@ def _time(record: Record, operation: str) -> str:
 
 def _shares(record: Record) -> str:
     found = (share_of_copy(record, operation) for operation in ("encode", "decode"))
-    return ", ".join("-" if share is None else f"{100 * share:.2g}" for share in found)
+    return ", ".join("-" if share is None else f"{100 * share:.0f}" for share in found)
 
 
 def _extra(record: Record) -> str:

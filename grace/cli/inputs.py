@@ -33,7 +33,7 @@ _SEEN = "grace.cli.files"
 BENCH = importlib.util.find_spec("grace_bench") is not None
 """Whether the package of `grace bench tasks`, `sidco` and `gpu` is installed."""
 INSTALL_BENCH = "pip install ./grace_bench in GRACE's source tree"
-WITHOUT_BENCH = f"needs grace-compression-bench, which is not installed: {INSTALL_BENCH}"
+WITHOUT_BENCH = f"needs the package of benchmarks, which is not installed: {INSTALL_BENCH}"
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
 

@@ -874,7 +874,8 @@ def test_a_task_of_ones_own_is_trained(own):
     line = [sys.executable, "-W", "ignore", "-m", "grace.cli", "bench", "tasks", *words, "--out", str(own)]
     done = subprocess.run(line, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = (json.loads(line) for line in (own / "results.jsonl").read_text().splitlines())
+    limit, found = (json.loads(line) for line in (own / "results.jsonl").read_text().splitlines())
+    assert (limit["method"], limit["steps_to_relative"]) == ("limit", found["steps_to_relative"])
     assert (found["task"], found["error"], found["seeds"]) == ("points", "", 1)
     assert found["quality"] > 0.8
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given as law
+from hypothesis import strategies as st
 from launch import launch
 
 import grace.engine.policy_runner
 from grace import grace_from_params, simulate
 from grace.core.registry import triple
+from grace.engine.level_costs import level_costs
 from grace.engine.probe import positions
-from grace.policies import Decision, Noise
-from grace.policies.auto import DELAY_FACTOR, DENSE, EFFORTS, FACTOR, FIRST, FLUSH, Auto, noise_ratio, relative_error
+from grace.policies import Cost, Decision, Noise
+from grace.policies.auto import (
+    CANDIDATES,
+    DELAY_FACTOR,
+    DENSE,
+    EFFORTS,
+    FACTOR,
+    FIRST,
+    FLUSH,
+    Auto,
+    noise_ratio,
+    relative_error,
+)
 from grace.simulate import Gradients
 from grace.transports.local import LocalTransport, World
 
@@ -28,6 +44,7 @@ AUTO = {
     "trial_steps": 3,
     "candidates": ["topk", {"compressor": "efsignsgd", "block_size": 512}, "powersgd"],
 }
+TOPK = [{"compressor": "topk", "compress_ratio": ratio} for ratio in (0.1, 0.01)]
 TRIAL = 3  # steps
 ENDS = [0, *(1 + TRIAL * trials for trials in range(1, 5))]
 """Numbers of steps after so many trials: the training's first step does not count."""
@@ -37,6 +54,12 @@ STEPS = ENDS[4] + 4
 def gradients(steps: int = STEPS, workers: int = 2) -> list[Gradients]:
     draw = np.random.default_rng(0).standard_normal
     return [[{n: draw(s).astype(np.float32) for n, s in SHAPES.items()} for _ in range(workers)] for _ in range(steps)]
+
+
+@pytest.fixture(autouse=True)
+def every(monkeypatch):
+    """Without predictions all candidates are tried, in order: most tests are on what happens then."""
+    monkeypatch.setattr(Auto, "predicts", False)
 
 
 @pytest.fixture
@@ -64,14 +87,15 @@ def outcome(
     noise: dict[int, float] | None = None,
     decision: Decision | None = None,
     workers: int = 2,
+    costs: list[Cost] | None = None,
 ) -> tuple[list[int], Decision]:
-    """The levels until one is chosen, given the seconds of a step and the noise ratio at each level."""
-    decision = decision or Decision({"w": 0})
+    """The levels until one is chosen, given the seconds of a step, the noise ratio and the cost at each level."""
+    decision = decision or Decision({"w": policy.start})
     found: list[int] = []
     while decision.memo.get("workers") != workers or decision.memo["chosen"] != decision.levels["w"]:
         level = decision.levels["w"]
         decision = policy.on_trial_end(
-            decision, workers, seconds[level], told(policy, level, (noise or {}).get(level, 0))
+            decision, workers, seconds[level], told(policy, level, (noise or {}).get(level, 0)), costs
         )
         found.append(decision.levels["w"])
         assert len(found) < 20, "it never chooses"
@@ -105,12 +129,12 @@ def test_the_fastest_method_is_chosen_and_dense_unless_one_is_clearly_faster(sec
 
 
 def test_what_memories_hold_is_sent_before_a_method_without_one_goes_on():
-    assert decide(Auto(candidates=("fp16", "topk")), {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [2, 3, FLUSH, 2]
+    assert decide(Auto(candidates=("fp16", "topk")), {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [DENSE, 3, FLUSH, 2]
 
 
 def test_methods_that_hold_nothing_are_tried_before_those_that_do():
     policy = Auto(candidates=("topk", "fp16"))
-    assert decide(policy, {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [3, 2, 2]
+    assert decide(policy, {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [DENSE, 2, 2]
 
 
 def test_another_number_of_workers_is_tried_anew():
@@ -149,20 +173,128 @@ def test_coarse_candidates_are_for_those_in_a_hurry():
     assert {compressor.registered_name for compressor in names["fast"][5:]} == {"eden", "powersgd", "topk"}
 
 
+# -- predictions -------------------------------------------------------------------------------------------------------
+BYTES = {DENSE: 32.0, FLUSH: 32.0, 2: 16.0, 3: 8.5, 4: 4.5, 5: 3.5, 6: 1.0}
+ERRORS = {2: 5e-8, 3: 7e-5, 4: 0.023, 5: 0.034, 6: 0.98}
+"""Bytes and errors of the default candidates: fp16, blockint of 8 and 4 bits, eden of 3 bits, powersgd."""
+
+
+def costs(compression: dict[int, float]) -> list[Cost]:
+    return [Cost(size, compression.get(level, 0.0), ERRORS.get(level, 0.0)) for level, size in BYTES.items()]
+
+
+@law(
+    computation=st.floats(0.01, 10),
+    rate=st.floats(0.001, 10),
+    compression=st.lists(st.floats(0, 2), min_size=5, max_size=5),
+    noise=st.floats(0.1, 4),
+    delay=st.floats(0.01, 4),
+    effort=st.sampled_from(sorted(EFFORTS)),
+)
+def test_no_better_method_is_left_out(computation, rate, compression, noise, delay, effort):
+    policy = Auto(candidates=CANDIDATES, effort=effort)
+    taken = dict(zip(range(FIRST, FIRST + 5), compression, strict=True))
+    seconds = {level: computation + rate * size + taken.get(level, 0.0) for level, size in BYTES.items()}
+    ratios = {level: noise * error for level, error in ERRORS.items()} | {6: delay}
+    levels, decision = outcome(policy, seconds, ratios, costs=costs(taken))
+    true = {
+        level: seconds[level] * (1 + (DELAY_FACTOR if level == 6 else FACTOR) * ratios.get(level, 0.0))
+        for level in (DENSE, *ERRORS)
+        if ratios.get(level, 0.0) <= EFFORTS[effort]
+    }
+    assert true[levels[-1]] <= min(true.values()) / (1 - policy.margin) ** 2 * (1 + 1e-9)
+    tried = set(policy.trials(decision))
+    assert policy.start in tried
+    assert len(tried) <= 5
+
+
+@pytest.mark.parametrize(
+    "rate, compression, tried",
+    [
+        (1.0, {}, {2, 5, 6}),  # a slow link: the fewest bytes without error feedback, then those with it
+        (0.1, {6: 2.0}, {2, 5}),  # powersgd computes for longer than it saves
+        (0.0, {2: 0.1, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}, {2, DENSE}),  # bytes cost nothing
+    ],
+)
+def test_few_methods_are_tried(rate, compression, tried):
+    policy = Auto()
+    seconds = {level: 1.0 + rate * size + compression.get(level, 0.0) for level, size in BYTES.items()}
+    levels, decision = outcome(policy, seconds, {4: 0.02, 5: 0.03, 6: 0.08}, costs=costs(compression))
+    assert set(policy.trials(decision)) == tried
+    assert len(levels) <= 4
+
+
 def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
-    # In the order of their trials: methods without error feedback, then topk of 10 %, of 1 % and of 30 %, then eden.
-    blockint = [{"compressor": "blockint", "bits": bits, "rounding": "stochastic"} for bits in (4, 2)]
-    topk = [{"compressor": "topk", "compress_ratio": ratio} for ratio in (0.1, 0.01, 0.3)]
-    policy = Auto(candidates=(*blockint, *topk, "powersgd"))
-    seconds = {DENSE: 1.0, FLUSH: 1.0, 2: 0.8, 3: 0.7, 4: 0.3, 5: 0.2, 6: 0.5, 7: 0.6}
-    assert decide(policy, seconds) == [2, 3, 4, 5, 6, 7, 5]
-    levels, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7})
-    assert levels == [2, 4, 6, 7, 6]
+    # In proportion to the errors of samples, and at least as much for the same compressor with error feedback.
+    policy = Auto(candidates=("fp16", *({"compressor": "eden", "bits": bits} for bits in (3, 2, 1)), *TOPK))
+    size = {DENSE: 32.0, FLUSH: 32.0, 2: 16.0, 3: 3.5, 4: 2.5, 5: 1.5, 6: 2.0, 7: 0.3}
+    error = {2: 5e-8, 3: 0.034, 4: 0.128, 5: 0.56, 6: 0.56, 7: 0.92}
+    told_costs = [Cost(bytes_, 0.0, error.get(level, 0.0)) for level, bytes_ in size.items()]
+    seconds = {level: 1 + bytes_ for level, bytes_ in size.items()}
+    noise = {3: 0.02, 4: 0.08, 5: 0.34, 6: 0.7, 7: 9.0}
+    _, decision = outcome(policy, seconds, noise, costs=told_costs)
+    assert set(policy.trials(decision)) == {2, 5, 4, 6}  # the fewest bytes first; of topk the finest first
+    assert decision.levels == {"w": 4}
+
+
+def test_another_method_is_tried_where_the_noise_of_the_chosen_one_rises():
+    policy = Auto()
+    seconds = {level: 1.0 + size for level, size in BYTES.items()}
+    found = costs({})
+    levels, decision = outcome(policy, seconds, {5: 0.03, 6: 3.0}, costs=found)
+    assert levels[-1] == 5
+    decision = policy.on_trial_end(decision, 2, seconds[5], told(policy, 5, 0.11), found)
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": 4}, None)  # expected: 0.11 * 0.023 / 0.034 = 0.074
+    assert policy.trial(decision, 2) == policy.trial_steps
+    decision = policy.on_trial_end(decision, 2, seconds[4], told(policy, 4, 0.08), found)
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": 4}, 4)
     assert policy.remembers(decision.memo)
-    assert set(policy.trials(decision)) == {0, 2, 4, 6, 7}
-    _, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7, 6: 0.8, 7: 0.9})
-    assert decision.levels == {"w": DENSE}
-    assert policy.trial(decision, 2) is None  # no further trial is needed to compare the noise
+
+
+def test_the_seconds_of_a_long_watch_replace_those_of_the_trial():
+    policy = Auto()
+    seconds = {level: 1.0 + 0.1 * size for level, size in BYTES.items()}
+    _, decision = outcome(policy, seconds, {5: 0.03, 6: 3.0}, costs=costs({}))
+    assert decision.levels == {"w": 5}
+    decision = policy.on_trial_end(decision, 2, seconds[2] * 1.1, told(policy, 5, 0.03), costs({}))
+    assert decision.levels == {"w": 2}
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
+def test_the_costs_of_levels_are_those_of_their_messages(backend, monkeypatch):
+    monkeypatch.setattr(Auto, "predicts", True)
+    # powersgd sends rank (rows + columns) numbers of a matrix, and the vector as it is.
+    shapes = {"w": (200, 150), "v": (2000,)}
+    grc = grace_from_params({"compressor": "auto", "trial_steps": 1}, LocalTransport(World(1), 0))
+    xp = grace.backends.get_backend(backend)
+    grc.build({name: xp.zeros(shape) for name, shape in shapes.items()})
+    found = level_costs(grc.setup, grace.Grace)
+    draw = np.random.default_rng(1).standard_normal
+    exact = [{name: draw(shape).astype(np.float32) for name, shape in shapes.items()}]
+    for level, (settings, cost) in enumerate(zip(grc.schedule.levels, found, strict=True)):
+        sent = simulate(settings, exact).report.bytes_sent
+        assert cost.bytes == pytest.approx(sent, rel=0.02), settings
+        if level > FLUSH and settings["compressor"] != "powersgd":
+            mean = simulate(settings, exact).means[0]
+            error = sum(((mean[name] - exact[0][name]) ** 2).sum() for name in shapes) / 32_000
+            assert cost.error == pytest.approx(error, rel=0.1), settings
+            assert cost.seconds > 0
+    assert [cost.bytes for cost in found[:2]] == [128_000, 128_000]
+    assert found[-1].bytes == 4 * (16 * (200 + 150) + 2000)
+
+
+def test_a_training_that_predicts_tries_few_methods(clock, monkeypatch):
+    monkeypatch.setattr(Auto, "predicts", True)
+    clock.taken.update({DENSE: 33.0, FLUSH: 33.0, 2: 17.0, 3: 9.5, 4: 5.5, 5: 4.5, 6: 2.0})
+    grc = grace_from_params({"compressor": "auto"}, LocalTransport(World(1), 0))
+    clock.level = lambda: grc.schedule.level("w")
+    grc.build({"w": np.zeros((200, 150), np.float32)})
+    for step in range(9):
+        grc.step({"w": np.random.default_rng(step).standard_normal((200, 150), np.float32)})
+        grc.tune()
+    assert grc.report().method == "eden + none + allgather"
+    assert {*grc.report().trials} == {"fp16", "eden, bits=3, block_size=64"}
+    assert grc.schedule.history["w"][0] == (0, FIRST)
 
 
 def test_the_choice_follows_the_noise():
@@ -197,12 +329,12 @@ def test_the_choice_follows_the_noise():
 
 def test_another_method_must_be_clearly_cheaper_to_replace_the_chosen_one():
     policy = Auto(candidates=("fp16", "eden"))
-    _, decision = outcome(policy, {DENSE: 1.0, 2: 0.4, 3: 0.39}, {2: 0.0, 3: 0.01})
+    _, decision = outcome(policy, {DENSE: 1.0, 2: 0.4, 3: 0.385}, {2: 0.0, 3: 0.01})
     assert decision.levels == {"w": 3}
-    decision = policy.on_trial_end(decision, 2, 0.4, told(policy, 3, 0.09))  # 0.39 (1 + 0.09 / 2) = 0.408 s
+    decision = policy.on_trial_end(decision, 2, 0.385, told(policy, 3, 0.09))  # 0.385 (1 + 0.09 / 2) = 0.402 s
     assert decision.levels == {"w": 3}
     policy = replace(policy, margin=0.0)
-    assert policy.on_trial_end(decision, 2, 0.4, told(policy, 3, 0.09)).levels == {"w": 2}
+    assert policy.on_trial_end(decision, 2, 0.385, told(policy, 3, 0.09)).levels == {"w": 2}
 
 
 @pytest.mark.parametrize("noise", [{}, {"w": Noise(0.0, 0.0)}], ids=str)
@@ -498,7 +630,7 @@ MEMO = {"workers": 1, "seconds": {}, "errors": {}, "chosen": None}
         {**MEMO, "seconds": {"0": 1.0}, "errors": {"0": -1.0}},
         {**MEMO, "noise": {}},
         {**MEMO, "chosen": 9},
-        {**MEMO, "chosen": 0},
+        {**MEMO, "chosen": 2},
         {**MEMO, "seconds": []},
     ],
 )
@@ -551,7 +683,7 @@ class Turns(Auto):
     def trial(self, decision, workers):
         return 0
 
-    def on_trial_end(self, decision, workers, seconds, noise=None):
+    def on_trial_end(self, decision, workers, seconds, noise=None, costs=None):
         level = (decision.levels["w"] + 1) % len(self.levels(None))
         return replace(decision, levels=dict.fromkeys(decision.levels, level))
 
@@ -605,6 +737,28 @@ def test_the_page_on_noise_has_what_was_measured():
 
     rows = stored(ROOT / "benchmarks" / "results" / "noise.jsonl")
     assert table(rows) in (ROOT / "docs" / "noise.md").read_text()
+
+
+def test_the_page_on_noise_has_what_bits_by_tensor_would_save():
+    pytest.importorskip("torch")
+    from benchmarks.bits import allocated, size, table
+
+    rows = json.loads((ROOT / "benchmarks" / "results" / "bits.json").read_text())["rows"]
+    assert table(rows) in (ROOT / "docs" / "noise.md").read_text()
+    # Of all assignments of three tensors none within the noise has fewer bytes, but for what a multiplier cannot reach.
+    error = {1: 0.56, 2: 0.13, 3: 0.034, 4: 0.0095}
+    counts, weights = {"a": 1000, "b": 2000, "c": 500}, {"a": 1.0, "b": 0.01, "c": 5.0}
+    bits = allocated(weights, counts, error)
+
+    def noise(each):
+        return sum(error[each[name]] * weights[name] for name in each)
+
+    def sent(each):
+        return sum(size(each[name]) * counts[name] for name in each)
+
+    every = [dict(zip(counts, each, strict=True)) for each in product(error, repeat=3)]
+    assert noise(bits) <= error[3] * 6.01 * (1 + 1e-6)
+    assert sent(bits) <= 1.1 * min(sent(each) for each in every if noise(each) <= error[3] * 6.01)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -666,9 +820,17 @@ def test_refusals_name_the_remedy(params, message):
     [("torchrun", "torch"), ("torchrun", "ddp"), ("horovodrun", "torch"), ("horovodrun", "keras")],
 )
 def test_workers_try_and_choose_alike(name, door, tmp_path):
-    first, second = launch(name, 2, "auto.py", tmp_path, door)
+    first, second = launch(name, 2, "auto.py", tmp_path, door, "every")
     assert first == second  # weights, levels, trials and bytes
     assert set(first["trials"]) == {"none", "topk", "slow"}
     assert first["trials"]["slow"] > first["trials"]["none"] + 0.03  # it sleeps for 50 ms
     assert first["chosen"] in ("none", "topk")
     assert max(map(len, first["levels"])) >= 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name, door", [("torchrun", "ddp"), ("horovodrun", "keras")])
+def test_workers_predict_alike(name, door, tmp_path):
+    first, second = launch(name, 2, "auto.py", tmp_path, door, "few")
+    assert first == second
+    assert "slow" not in first["trials"]  # its sample sleeps, too

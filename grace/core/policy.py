@@ -44,6 +44,17 @@ class Noise(NamedTuple):
     """The squared norm of the wanted mean."""
 
 
+class Cost(NamedTuple):
+    """What a level costs in a step, computed and measured on this machine without an exchange."""
+
+    bytes: float
+    """Bytes of one worker's payloads, of all tensors that a policy may compress."""
+    seconds: float
+    """Seconds to encode and decode them."""
+    error: float
+    """The squared error of decoded standard normal numbers, relative to them."""
+
+
 class Forecast(NamedTuple):
     """The expected cost of a level."""
 
@@ -54,7 +65,7 @@ class Forecast(NamedTuple):
 
 
 class Policy(ABC):
-    """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings; training begins at level 0.
+    """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings.
 
     The functions are pure and take plain numbers, never arrays, so all toolkits decide alike. They run on worker 0, and
     all workers adopt its decision.
@@ -72,6 +83,13 @@ class Policy(ABC):
     compressed only if the methods of all levels apply to it."""
     measures_noise: ClassVar[bool] = False
     """Whether `on_trial_end` receives the noise that the exchange added to the means."""
+    predicts: ClassVar[bool] = False
+    """Whether `on_trial_end` receives the cost of each level."""
+
+    @property
+    def start(self) -> int:
+        """The level at which a training begins."""
+        return 0
 
     @property
     def together(self) -> bool:
@@ -109,12 +127,18 @@ class Policy(ABC):
         return None
 
     def on_trial_end(
-        self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
+        self,
+        decision: Decision,
+        workers: int,
+        seconds: float,
+        noise: Mapping[str, Noise] | None = None,
+        costs: Sequence[Cost] | None = None,
     ) -> Decision:
         """The decision after a trial. ``seconds``: the median time of its steps on the slowest worker; of an even
         number of steps, the lower median.
 
-        ``noise``: by tensor, over the timed steps; None unless the policy measures it.
+        ``noise``: by tensor, over the timed steps; None unless the policy measures it. ``costs``: of each level; None
+        unless the policy predicts. A policy that does neither may leave both parameters out.
         """
         return decision
 

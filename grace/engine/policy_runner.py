@@ -17,12 +17,41 @@ from grace.core import Array, Program
 from grace.core.collectives import Broadcast, Collective, Reduce
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.core.policy import Decision, Policy
+from grace.core.policy import Cost, Decision, Policy
 from grace.engine.policy_state import check_plain
 from grace.engine.probe import NoiseProbe
 
 MEASURED = 10
 """Number of steps at the end of a trial in which noise is measured, for levels without error feedback."""
+
+
+class StepClock:
+    """Times the steps of a trial: each from the end of the previous one, or from the last decision.
+
+    The training's first step is not timed.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The last step that was counted."""
+        self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    def count(self, step: int) -> None:
+        """Count the end of a step."""
+        self.last = step
+        self._moments.append((perf_counter(), step))
+
+    def seconds(self) -> float:
+        """The median seconds of a step, of an even number the lower one; 0 if none was timed."""
+        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
+        return statistics.median_low(steps) if steps else 0.0
+
+    def restart(self, step: int) -> None:
+        """Time anew, from now, after step ``step``."""
+        self._moments = [(perf_counter(), step)]
 
 
 class Schedule:
@@ -41,8 +70,7 @@ class Schedule:
         """By tensor, pairs (epoch, level): the level was in use from this epoch on. With trials, steps take the
         place of epochs.
         """
-        self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step of the current trial
-        self._told = 0  # the last step that `trial_over` counted
+        self._clock = StepClock()
         self._lr: float | None = None
         self._xp: Any = None
         self._sums: dict[str, Any] = {}
@@ -51,12 +79,13 @@ class Schedule:
         self._feeding: Any = None  # `_feeds_back` as an array, for graphs
         self.probe = NoiseProbe() if policy.measures_noise else None
         """Measures the noise of exchanges, if the policy needs it."""
+        self.costs: list[Cost] = []  # by level, once worker 0's policy predicts for these tensors
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
         """Add tensors with their numbers of elements; known ones stay unchanged."""
-        self._xp = xp
+        self._xp, self.costs = xp, []
         known = self.decision.levels
-        first = next(iter(known.values()), 0) if self.policy.together else 0
+        first = next(iter(known.values()), self.policy.start) if self.policy.together else self.policy.start
         for name, size in sizes.items():
             if name in known:
                 continue
@@ -84,7 +113,7 @@ class Schedule:
     @property
     def told(self) -> bool:
         """Whether a step was ever counted by `trial_over`."""
-        return bool(self._told or self.decision.memo)
+        return bool(self._clock.last or self.decision.memo)
 
     @property
     def watching(self) -> bool:
@@ -183,36 +212,32 @@ class Schedule:
         wanted = self.policy.trial(self.decision, workers)
         if wanted is None:
             return False
-        last = len(self._moments) >= wanted + 1 - MEASURED
+        last = len(self._clock) >= wanted + 1 - MEASURED
         return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
 
     def trial_over(self, step: int, workers: int) -> bool:
         """Count step ``step`` of a trial; True when the trial is over, on all workers at the same step."""
         wanted = self.policy.trial(self.decision, workers) or 0
-        if step == self._told:
+        if step == self._clock.last:
             return False
-        self._told = step
-        self._moments.append((perf_counter(), step))
-        if self.probe is not None and len(self._moments) == 1:
+        self._clock.count(step)
+        if self.probe is not None and len(self._clock) == 1:
             self.probe.reset()  # like the time, the noise of the training's first step does not count
-        return len(self._moments) > wanted
+        return len(self._clock) > wanted
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
         """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Each step is timed from the end of the previous step, or from the last decision. The training's first step is
-        # not timed.
-        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments)]
-        mine = statistics.median_low(steps) if steps else 0.0
-        wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
+        wanted = (Reduce((xp.asarray([self._clock.seconds()], "float32"),), "max"),)
         event = "this trial ended: every worker must make the same steps"
         ((slowest,),) = yield from self._agreed(wanted, event)
         if rank == 0:
             (seconds,) = xp.to_numpy(slowest).tolist()
-            told = [] if self.probe is None else [self.probe.noise()]
-            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds, *told), step)
+            told: dict[str, Any] = {"noise": self.probe.noise()} if self.probe else {}
+            told |= {"costs": self.costs} if self.costs else {}
+            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds, **told), step)
         changed = yield from self._spread(before)
-        self._moments = [(perf_counter(), step)]
+        self._clock.restart(step)
         if self.probe is not None:
             self.probe.reset()
         self._publish()
@@ -308,7 +333,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._read(state)
-        self._moments, self._told = [], 0  # time a running trial again
+        self._clock = StepClock()  # time a running trial again
         for name, cell in self._sums.items():
             old = cell.read()
             saved = state["sums"].get(name)

@@ -16,6 +16,7 @@ from grace.core.policy import Decision, Policy
 from grace.engine import persistence
 from grace.engine.averager import Averager
 from grace.engine.buckets import CHANGED, Tensor
+from grace.engine.level_costs import level_costs
 from grace.engine.options import Options
 from grace.engine.report import Report, TensorReport
 from grace.engine.reshard import sizes_of
@@ -252,9 +253,9 @@ class Grace(Averager):
         schedule, setup = self.schedule, self.setup
         if schedule is None or setup.step is None or not self.trying:
             return None
-        step = setup.step_number()
-        if not schedule.trial_over(step, self.world_size):
+        if not schedule.trial_over(step := setup.step_number(), self.world_size):
             return None
+        schedule.costs = schedule.costs or level_costs(setup, Grace)
         return self._decided(schedule.on_trial_end(step, self.rank, self.world_size))
 
     def _decided(self, decision: Program[list[str]]) -> RoundScheduler:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from grace.core import Compressor, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.core.policy import Decision, Forecast, Level, Noise, Policy, number
+from grace.core.policy import Cost, Decision, Forecast, Level, Noise, Policy, number
 from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
@@ -33,6 +33,10 @@ COARSE = (
 )
 """Further candidates, only for effort "fast". Their noise exceeds the limits of the other efforts in nearly all
 trainings, where trying them would cost progress for nothing."""
+SAFE = ("bf16", "fp16")
+"""Compressors with which a training may begin: their noise is far below that of the gradients."""
+EXACT = 1e-5
+"""Errors below this one, such as those of 16 bits, say nothing about the noise of other methods."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have, by effort.
 
@@ -88,7 +92,7 @@ def _quotient(share: float, whole: float) -> float:
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Try methods in the first steps of a training, and continue with the one that promises most progress per second.
+    """Predict each method's cost from a few steps, and continue with the one that promises most progress per second.
 
     Whole steps are timed, including the model's computation, on the slowest worker; in the same steps the noise that
     the exchange adds is measured (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with
@@ -96,10 +100,14 @@ class Auto(Policy):
     measured again later, and the policy chooses again. Errors of independent rotations or roundings average out better
     where the workers' gradients agree, so noise rises as the gradients become mostly sampling noise.
 
+    The training begins with 16 bits, if a candidate has them, else with dense gradients. Two timed methods give the
+    seconds per byte; with it, and with the bytes, the error and the seconds of compression of a sample (`Cost`), the
+    other methods are predicted. A method is tried only while its prediction promises more than the best tried method;
+    unknown noise counts as none and an unknown rate as the largest possible, so no better method is left out.
+
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
-    sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, candidates with
-    the same compressor and no smaller error (by `Compressor.contraction` or `variance`) are not tried. After a change
-    of the number of workers the trials start again.
+    sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
+    again.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
     communicator and their parameters). Their memory is "residual" or "none". None: `CANDIDATES`, and with effort "fast"
@@ -107,7 +115,7 @@ class Auto(Policy):
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.1 or 2.
     ``trial_steps``: steps per method; their median counts (of two the shorter: the first may include a warm-up).
     ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
-    ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
+    ``margin``: the fraction by which a method must be cheaper than dense gradients, and than 16 bits, to be chosen.
     """
 
     candidates: Any = None
@@ -118,6 +126,12 @@ class Auto(Policy):
     switches_methods: ClassVar[bool] = True
     exact: ClassVar[int | None] = FLUSH
     measures_noise: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
+
+    @cached_property
+    def start(self) -> int:
+        methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
+        return next((level for level, method in methods if name_of(method.compressor) in SAFE), DENSE)
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -164,7 +178,12 @@ class Auto(Policy):
         return min(self.watch_steps, EARLY << memo.get("watched", 0))
 
     def on_trial_end(
-        self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
+        self,
+        decision: Decision,
+        workers: int,
+        seconds: float,
+        noise: Mapping[str, Noise] | None = None,
+        costs: Sequence[Cost] | None = None,
     ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
@@ -173,24 +192,22 @@ class Auto(Policy):
                 return _at(decision, FLUSH, anew)
             memo = anew
         if level == FLUSH:
-            return _at(decision, DENSE if memo["chosen"] is None else memo["chosen"], memo)
+            return _at(decision, self.start if memo["chosen"] is None else memo["chosen"], memo)
         error = memo["errors"].get(str(level), 0.0)
         if level != DENSE and noise and any(each.wanted for each in noise.values()):  # some gradient was finite
             error = relative_error(noise)
         memo = {**memo, "errors": {**memo["errors"], str(level): error}}
-        if memo["chosen"] is not None:
-            return self._watched(decision, memo)
         memo["seconds"] = {**memo["seconds"], str(level): seconds}
-        following = self._next(level, memo)
-        if following is not None:
-            return self._go(decision, following, memo)
-        return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
-
-    def _watched(self, decision: Decision, memo: dict[str, Any]) -> Decision:
-        # Returns the decision after a check of the chosen method's noise.
-        watched, best = memo.get("watched", 0), self._best(memo, _current(decision))
-        later = {"watched": watched + 1} if EARLY << watched < self.watch_steps else {}
-        return self._go(decision, best, {**memo, **later, "chosen": best})
+        current = memo["chosen"]
+        if current is not None:
+            memo["watched"] = memo.get("watched", 0) + (EARLY << memo.get("watched", 0) < self.watch_steps)
+        # Try more methods while none is chosen, or after the noise of the chosen one has passed the limit.
+        if current is None or not self._allowed(memo, current):
+            following = self._next(memo, costs)
+            if following is not None:
+                return self._go(decision, following, {**memo, "chosen": None})
+        best = self._best(memo, self.start if current is None else current)
+        return self._go(decision, best, {**memo, "chosen": best})
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
         # The noise ratio of a level when it was last measured.
@@ -200,34 +217,67 @@ class Auto(Policy):
         flush = _current(decision) in self._feedback and level not in self._feedback
         return _at(decision, FLUSH if flush else level, memo)
 
+    def _next(self, memo: Mapping[str, Any], costs: Sequence[Cost] | None) -> int | None:
+        # The next level to try: of those that promise more than the best tried one, the one that promises most; None if
+        # there is none. Those with error feedback come last, since their residuals would count as noise of a later
+        # method without it; the finest setting of each compressor comes first, since its noise rules out coarser ones.
+        untried = [level for level in self._order if str(level) not in memo["seconds"]]
+        if costs is None:
+            return next(iter(untried), None)
+        tried = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
+        best = min(tried.values(), default=math.inf)
+        promising: dict[int, float] = {}
+        for level in untried:
+            ratio, seconds = self._predicted(memo, costs, level)
+            # Dense gradients stay unless the best method is cheaper by the margin; other methods must be cheaper by it.
+            factor = 1 - self.margin if level == DENSE else 1 / (1 - self.margin)
+            if ratio <= EFFORTS[self.effort] and seconds * factor < best:
+                promising[level] = seconds
+        finest: dict[str, int] = {}
+        for level in promising.keys() & self._feedback:
+            other = finest.setdefault(self._names[level], level)
+            finest[self._names[level]] = min(level, other, key=lambda each: costs[each].error)
+        rest = {level for level in promising if level not in self._feedback} or finest.values()
+        return min(rest, key=promising.__getitem__, default=None)
+
+    def _predicted(self, memo: Mapping[str, Any], costs: Sequence[Cost], level: int) -> Forecast:
+        # The least that an untried level may cost, by the tried levels.
+        tried = {int(key): seconds for key, seconds in memo["seconds"].items()}
+        rest = {each: seconds - costs[each].seconds for each, seconds in tried.items()}  # without compression
+        low, high = (pick(tried, key=lambda each: costs[each].bytes) for pick in (min, max))
+        moved = costs[high].bytes - costs[low].bytes
+        most = rest[high] / costs[high].bytes if costs[level].bytes < costs[high].bytes else 0.0  # of an unknown rate
+        rate = (rest[high] - rest[low]) / moved if moved else most
+        near = min(tried, key=lambda each: abs(costs[each].bytes - costs[level].bytes))
+        seconds = rest[near] + max(rate, 0.0) * (costs[level].bytes - costs[near].bytes) + costs[level].seconds
+        ratio = self._expected(memo, costs, level)
+        return Forecast(ratio, max(seconds, 0.0) * (1 + self._factor(level) * ratio))
+
+    def _expected(self, memo: Mapping[str, Any], costs: Sequence[Cost], level: int) -> float:
+        # The noise ratio of an untried level: without error feedback, in proportion to the sample's errors; with it,
+        # at least that of a finer setting of the same compressor. Unknown: 0.
+        known = [int(key) for key in memo["errors"] if costs[int(key)].error > EXACT]
+        if level not in self._feedback:
+            known = [each for each in known if each not in self._feedback]
+            near = min(known, key=lambda each: abs(costs[level].error - costs[each].error), default=None)
+            return 0.0 if near is None else costs[level].error / costs[near].error * self._ratio(memo, near)
+        name = self._names[level]
+        finer = (each for each in known if self._names[each] == name and costs[each].error <= costs[level].error)
+        return max((self._ratio(memo, each) for each in finer), default=0.0)
+
+    def _factor(self, level: int) -> float:
+        return DELAY_FACTOR if level in self._feedback else FACTOR
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        # The compressor's name at each candidate's level.
+        return {level: name_of(triple(each)[0].compressor) for level, each in enumerate(self.candidates, FIRST)}
+
+    @cached_property
     def _order(self) -> list[int]:
-        # The levels in the order of their trials. Methods with error feedback come last: their residuals would count as
-        # noise of a later method without it.
-        tried = range(FIRST, FIRST + len(self.candidates))
-        return [DENSE, *sorted(tried, key=lambda level: level in self._feedback)]
-
-    def _next(self, level: int, memo: Mapping[str, Any]) -> int | None:
-        # The next level to try; None if there is none. Skips a level if its compressor was too noisy at another
-        # level whose error bound is no larger.
-        order = self._order()
-        limits: dict[str, float] = {}
-        for key in memo["errors"]:
-            if self._ratio(memo, int(key)) > EFFORTS[self.effort] and (known := self._bound(int(key))):
-                name, error = known
-                limits[name] = min(error, limits.get(name, error))
-        for following in order[order.index(level) + 1 :]:
-            known = self._bound(following)
-            if known is None or known[1] < limits.get(known[0], math.inf):
-                return following
-        return None
-
-    def _bound(self, level: int) -> tuple[str, float] | None:
-        # The name of a level's compressor, and its bound on the relative squared error; None if it has no bound.
-        compressor = triple(self.candidates[level - FIRST])[0].compressor
-        contraction, variance = compressor.contraction(2**16), compressor.variance(2**16)
-        if contraction is not None:
-            return name_of(compressor), 1 - contraction
-        return None if variance is None else (name_of(compressor), variance)
+        # All levels but FLUSH: the first one, then those without error feedback.
+        rest = [DENSE, *range(FIRST, FIRST + len(self.candidates))]
+        return sorted(rest, key=lambda level: (level != self.start, level in self._feedback))
 
     @cached_property
     def _feedback(self) -> frozenset[int]:
@@ -237,12 +287,12 @@ class Auto(Policy):
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:
-        # The cheapest allowed level. A new one must be cheaper by the margin than the current one and dense gradients.
+        # The cheapest allowed level: cheaper by the margin than ``current`` and than dense gradients, or one of these.
         costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
         if current in costs:
             costs[current] *= 1 - self.margin
-        best = min(costs, key=lambda level: costs[level])
-        return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
+        best = min(costs, key=lambda level: costs[level], default=DENSE)
+        return best if DENSE not in costs or costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
     def _allowed(self, memo: Mapping[str, Any], level: int) -> bool:
         return self._ratio(memo, level) <= EFFORTS[self.effort]
@@ -257,8 +307,7 @@ class Auto(Policy):
         found = {}
         for level, seconds in ((int(key), value) for key, value in memo.get("seconds", {}).items()):
             ratio = self._ratio(memo, level)
-            factor = DELAY_FACTOR if level in self._feedback else FACTOR
-            found[level] = Forecast(ratio, seconds * (1 + factor * ratio))
+            found[level] = Forecast(ratio, seconds * (1 + self._factor(level) * ratio))
         return found
 
     def why(self, decision: Decision, names: Sequence[str]) -> str:
@@ -279,7 +328,7 @@ class Auto(Policy):
     def remembers(self, memo: Mapping[str, Any]) -> bool:
         if not memo:
             return True
-        levels = self._order()
+        levels = self._order
         chosen = memo.get("chosen")
 
         def numbers(key: str, known: set[str]) -> bool:
@@ -294,7 +343,7 @@ class Auto(Policy):
             and 0 <= memo.get("watched", 0) <= 32
             and all(numbers(key, known) for key in ("seconds", "errors"))
             and set(memo["seconds"]) == set(memo["errors"])
-            and (chosen is None or (type(chosen) is int and {str(chosen), str(DENSE)} <= set(memo["seconds"])))
+            and (chosen is None or (type(chosen) is int and str(chosen) in {*memo["seconds"], str(DENSE)}))
         )
 
     def on_epoch_end(

@@ -258,9 +258,9 @@ for name, make in APPLIED.items():
 @grace.register("steady")
 @dataclass(frozen=True)
 class Steady(Auto):
-    """`auto` with fake times: each method is faster than the previous ones."""
+    """`auto` with fake times, without predictions: each method is faster than the previous ones."""
 
-    def on_trial_end(self, decision, workers, seconds, noise=None):
+    def on_trial_end(self, decision, workers, seconds, noise=None, costs=None):
         return super().on_trial_end(decision, workers, 1.0 / (1 + sum(decision.levels.values())), noise)
 
 

@@ -102,7 +102,7 @@ ROWS = [
     {"compressor": "qsparse", "compress_ratio": 0.05, **ALL},
     {"compressor": "randomk", "compress_ratio": 0.1, "mode": "bernoulli", **ALL},
     {"compressor": "kashin", "block_size": 64, "communicator": "twostage", **ALL},
-    {"compressor": "adaptive_random", "compress_ratio": 0.05, "memory": "econtrol", **ALL},
+    {"compressor": "adaptive_random", "compress_ratio": 0.05, "memory": "econtrol", "refresh": 3, **ALL},
     {"compressor": "geometric", "memory": "ef21", "momentum": 0.5, **ALL},
     {"compressor": "damped", "method": "natural_dithering", "base": 3, "s": 3, "communicator": "twostage", **ALL},
     # Two stages: shards of fixed and of variable length, on all workers or on a few. Without atomo: its payload has

@@ -238,8 +238,10 @@ CASES = [
     ("dgc", TOPK, {"masking": False, "gradient_clipping": 3.0}, DGC),
     ("ef21", TOPK, {}, EF21),
     ("ef21", TOPK, {"momentum": 0.3}, EF21),
+    ("ef21", TOPK, {"refresh": 4}, EF21),
     ("econtrol", TOPK, {}, EControl),
     ("econtrol", TOPK, {"eta": 0.7}, EControl),
+    ("econtrol", TOPK, {"refresh": 1}, EControl),
     ("diana", {"compressor": "none"}, {"alpha": 0.5}, Diana),
     ("lowpass", TOPK, {}, LowPass),
     ("lowpass", TOPK, {"rate": 1.0}, LowPass),
@@ -350,6 +352,40 @@ def test_ef21_approaches_a_steady_gradient_as_promised(xp):
     assert errors[-1] < 1e-5 * worst
 
 
+@pytest.mark.parametrize("name", ["ef21", "econtrol"])
+def test_every_element_of_the_tracked_mean_is_refreshed_in_turn(xp, name):
+    """From a mean that is off by 1, all parts return to the mean of the estimates, ceil(n / refresh) per step."""
+    every, n = 4, 1001
+    graces = built(xp, {**TOPK, "memory": name, "refresh": every}, n)
+    exchanged(xp, graces, gradients(0, n))
+    for grace in graces:
+        state = grace.state_dict()
+        state["tensors"]["w"]["memory/mean"] = np.asarray(state["tensors"]["w"]["memory/mean"]) + 1
+        grace.load_state_dict(state)
+    off = []
+    for step in range(1, every + 1):
+        exchanged(xp, graces, gradients(step, n))
+        held = [grace.state_dict()["tensors"]["w"] for grace in graces]
+        exact = np.mean([np.asarray(each["memory/estimate"]) for each in held], 0, dtype=np.float64)
+        off.append([np.abs(np.asarray(each["memory/mean"]) - exact).round(4).sum() for each in held])
+    part = math.ceil(n / every)
+    assert off == [[n - min(n, part * step)] * SIZE for step in range(1, every)] + [[0] * SIZE]
+
+
+@pytest.mark.parametrize("n", [3, 1001])
+def test_a_refresh_between_machines_changes_nothing_but_rounding(n):
+    """With 3 elements one worker of each machine has a shard without elements."""
+    found = []
+    for refresh in (0, 2):
+        params = {**TOPK, "memory": "ef21", "refresh": refresh, "communicator": "hierarchical", "node_size": 2}
+        graces = built(backend("numpy"), params, n, size=4)
+        for step in range(5):
+            means = exchanged(backend("numpy"), graces, [*gradients(step, n), *gradients(step + 9, n)][:4])
+        assert all(np.array_equal(other, means[0]) for other in means)
+        found.append(means[0])
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-6 * abs(found[0]).max())
+
+
 # -- three workers whose largest elements lead away from the minimum: Beznosikov et al., "On Biased Compression" -------
 VECTORS = np.array([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
 
@@ -458,6 +494,7 @@ def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
         ({**TOPK, "memory": "lowpass", "rate": 0.0}, r"rate=0.0 must lie in \(0, 1\]"),
         ({**TOPK, "memory": "lowpass", "reset_every": -1}, "reset_every=-1 must be a number of steps, or 0"),
         ({**TOPK, "memory": "ef21", "momentum": 0.0}, r"momentum=0.0 must lie in \(0, 1\].* 1 for none"),
+        ({**TOPK, "memory": "ef21", "refresh": -1}, r"refresh=-1 must be 0 or more.*0 never"),
         ({**TOPK, "memory": "econtrol", "eta": 0.0}, r"eta=0.0 must lie in \(0, 1\].*use memory 'ef21'"),
         ({**TOPK, "memory": "dgc", "momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
         ({**TOPK, "memory": "dgc", "gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a norm"),

@@ -60,7 +60,8 @@ def kind_of(method: Method, communicator: Communicator, ctx: Context, state: Sta
         return _of_machines(method, communicator, ctx, state)
     memory, compressor = method.memory, method.compressor
     standard = memory.standard_feedback and type(memory).after_mean is Memory.after_mean
-    joins = type(memory) in ELEMENTWISE and (standard or ctx.size <= LARGE)
+    asks = isinstance(memory, EF21) and memory.refresh > 0  # a round before the compression
+    joins = type(memory) in ELEMENTWISE and not asks and (standard or ctx.size <= LARGE)
     if ctx.size == 0 or not (standard or joins):
         return None
     if type(communicator) is Allreduce:

@@ -1,6 +1,8 @@
-"""Write the tables of docs/choose.md and docs/benchmarks-tasks.md: python docs/generate_choose.py; --check compares.
+"""Write the tables of whole trainings in docs: python docs/generate_choose.py; --check compares.
 
-benchmarks/results/tasks-*.json and *-workers.json: rows of `grace bench tasks` (its results.jsonl) and their origin:
+They stand in choose.md, benchmarks-tasks.md, benchmarks-methods.md and local-measured.md, from
+benchmarks/results/tasks-*.json and *-workers.json, and of other runs (LOCAL, FEEDBACK), each with a dense training of
+its own: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
 of `grace_bench.tasks.results.FIELDS`.
 """
@@ -11,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,21 @@ from generate_tables import filled, shown
 
 ROOT = Path(__file__).parents[1]
 PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
-TASKS = ROOT / "docs" / "benchmarks-tasks.md"
+TASKS, ALL, LOCALLY = (
+    ROOT / "docs" / f"{name}.md" for name in ("benchmarks-tasks", "benchmarks-methods", "local-measured")
+)
+LOCAL, FEEDBACK = "local-2026-11-26.json", "feedback-2026-11-29.json"
+"""Runs of methods that missed the quality in most tasks: local training, and long-delayed error feedback."""
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
+ABOUT_FEEDBACK = f"""
+**PyTorch, 2 workers**, methods that hold most of each gradient back for later steps: quality ± half of the mean's 95 %
+interval over the seeds; bold: it never reached float32's less {TOLERANCE * 100:.0f} %.
+
+"""
 CELL = ("task", "toolkit", "workers")
 FEW = ("dense", "fp16", "auto", "blockint:bits=4", "eden:bits=3,block_size=64")
 """Methods of which one table compares the time to quality."""
@@ -44,14 +55,21 @@ SHORT = {
     "eden:bits=3,block_size=64": "eden 3 bits",
     "eden:bits=2,block_size=64": "eden 2 bits",
     "powersgd:compress_rank=16": "PowerSGD rank 16",
+    "eden:bits=2": "eden 2 bits, blocks of 4096",
+    "powersgd:compress_rank=4": "PowerSGD rank 4",
+    "topk:compress_ratio=0.01": "top-k 1 %",
+    "efsignsgd:block_size=512": "signs, blocks of 512",
+    "localsgd:sync_every=4,compressor=blockint": "LocalSGD, H = 4, int8",
+    "localsgd:sync_every=10,compressor=blockint": "LocalSGD, H = 10, int8",
 }
 """Names that a phone shows on one line."""
 
 
-def load(folder: Path = STORE) -> list[dict[str, Any]]:
-    """The runs that are stored; ValueError for a file of another form."""
+def load(folder: Path = STORE, *names: str) -> list[dict[str, Any]]:
+    """The runs that are stored, or those of these file names; ValueError for a file of another form."""
     runs = []
-    for file in (
+    chosen = [folder / name for name in names]
+    for file in chosen or (
         *sorted(folder.glob("tasks-*.json")),
         *sorted(folder.glob("*-workers.json")),
     ):
@@ -93,6 +111,7 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             losses[cell] = max(loss(row, base), losses.get(cell, float("-inf")))
         means = {}
         for name, key in (("bytes", "bytes_on_wire"), ("seconds", "seconds")):
+            key = key if all(row[key] for row, _ in both) else "bytes_sent"  # loopback counts no bytes on the wire
             shares = [row[key] / base[key] for row, base in both if row[key] and _cell(row) in shared]
             means[name] = statistics.geometric_mean(shares) if shares else float("inf")
         out.append(
@@ -170,9 +189,9 @@ def times(rows: list[dict[str, Any]]) -> list[str]:
     found = speeds(common(rows))
     rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
     above = (
-        f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}: the "
-        f"geometric mean over the {len(found['dense'][rates[0]])} trainings that these methods have "
-        "([each one](benchmarks-tasks.md#measured), with the commands):"
+        f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}: geometric "
+        f"mean over the {len(found['dense'][rates[0]])} trainings that these methods share "
+        "([each](benchmarks-tasks.md#measured)):"
     )
     body = [[f"`{method}`", *(_speed(found[method].get(rate, [])) for rate in rates)] for method in FEW]
     return [above, _table(["method", *rates], body)]
@@ -217,17 +236,87 @@ def params(method: str) -> str:
     return f"`{json.dumps(parse(method).params)}`"
 
 
-def text(runs: list[dict[str, Any]]) -> str:
-    """The content of the generated section."""
+def qualities(runs: list[dict[str, Any]]) -> str:
+    """Each training's quality, with half of the mean's 95 % interval; one table for each toolkit and number of workers.
+
+    Of a method that is trained at each rate, the first rate's.
+    """
+    rows, parts = [row for run in runs for row in run["results"]], []
+    for kit, workers in dict.fromkeys((row["toolkit"], row["workers"]) for row in rows):
+        mine = [row for row in rows if (row["toolkit"], row["workers"]) == (kit, workers)]
+        tasks = {row["task"]: row["metric"] for row in mine}
+        cells = {(row["method"], row["task"]): row for row in reversed(mine)}
+        body = [
+            [name, *(_quality(cells[method, task]) for task in tasks)]
+            for method, name in {"dense": "float32", **SHORT}.items()
+            if any(row["method"] == method for row in mine)
+        ]
+        heads = ["method", *(f"{task}, {metric}" for task, metric in tasks.items())]
+        parts += [
+            f"**{NAMES[kit]}, {workers} workers, {mine[0]['seeds']} seeds**",
+            _table(heads, body),
+        ]
+    return "\n\n".join(parts)
+
+
+def _quality(row: dict[str, Any]) -> str:
+    if row["quality"] is None or row["error"]:
+        return "failed"
+    digits = 1 if row["quality"] > 1 else 3
+    return f"{row['quality']:.{digits}f} ± {row['interval']:.{digits}f}"
+
+
+def missed(run: dict[str, Any]) -> str:
+    """The qualities of a run, those in bold that never reached dense's quality less the tolerance."""
+    rows = run["results"]
+    tasks = {row["task"]: row["metric"] for row in rows}
+    cells = {(row["method"], row["task"]): row for row in rows}
+    body = []
+    for method, name in {"dense": "float32", **SHORT}.items():
+        mine = [cells[method, task] for task in tasks if (method, task) in cells]
+        if mine:
+            shown = (f"**{_quality(row)}**" if row["steps_to_relative"] is None else _quality(row) for row in mine)
+            body.append([name, *shown])
+    return _table(["method", *(f"{task}, {metric}" for task, metric in tasks.items())], body)
+
+
+def local(run: dict[str, Any]) -> str:
+    """What local training lost and gained: quality, and how many times sooner than fp16, by step and to the quality."""
+    rows = run["results"]
+    half = {row["task"]: row for row in rows if row["method"] == "fp16"}
+    body = []
+    for method, name in SHORT.items():
+        if method.partition(":")[0] not in PRESETS:
+            continue
+        mine = {row["task"]: row for row in rows if row["method"] == method}
+        sooner = {
+            task: f"{half[task]['seconds_to_relative'] / row['seconds_to_relative']:.1f}"
+            if row["seconds_to_relative"]
+            else "never"
+            for task, row in mine.items()
+        }
+        steps = {task: half[task]["seconds"] / row["seconds"] for task, row in mine.items()}
+        body.append(
+            [
+                f"{name}, sooner",
+                *(f"{sooner[task]} ({steps[task]:.1f})" for task in mine),
+            ]
+        )
+    heads = ["", *(f"{row['task']}, {row['metric']}" for row in half.values())]
+    return missed(run) + "\n\n" + _table(heads, body)
+
+
+def text(runs: list[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> str:
+    """The content of the generated section. ``others``: runs whose methods only the table of losses has, too."""
     rows = [row for run in runs for row in run["results"]]
     seeds = max(row["seeds"] for row in rows)
     main, rest = ([row for row in rows if (row["seeds"] == seeds) is kind] for kind in (True, False))
     found, elsewhere = lines(main), lines(rest)
+    one = f" (with one seed, {NOISE:.0%} more)" if rest else ""
     titles = "; ".join(task_of(task).title for task in dict.fromkeys(row["task"] for row in rows))
     about = (
-        f"Whole trainings ({titles}); every method has as many steps as dense gradients and is not tuned. Of the "
-        f"methods whose final quality was close to that of dense gradients in every training (with one seed, by "
-        f"{NOISE:.0%} less close), these have the fastest steps in the trainings that all methods have:"
+        f"Whole trainings ({titles}), each with as many steps as dense gradients, no method tuned. The fastest steps "
+        f"among the methods that lost little in every training{one}:"
     )
     best = [(limit, choice(found, elsewhere, limit)) for limit in LIMITS]
     body = [
@@ -246,10 +335,13 @@ def text(runs: list[dict[str, Any]]) -> str:
         "times as fast as dense",
     ]
     parts = [about, _table(heads, body)]
-    for some, each in ((main, found), (rest, elsewhere)):
+    named = {line["method"] for line in found} | {"eden:bits=2"}  # in larger blocks than the recommended ones
+    beside = [line for run in others for line in lines(run["results"]) if line["method"] not in named]
+    for some, each in ((main, found + beside), (rest, elsewhere)):
         parts += _losses(some, each) + times(some) if some else []
     run = runs[0]
-    parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}.")
+    last = f"; the last {len(beside)} rows: [other runs](benchmarks-tasks.md#measured)" if beside else ""
+    parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}{last}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -257,14 +349,16 @@ def _losses(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str
     # The paragraph and the table on the loss of quality.
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     cells = dict.fromkeys((row["toolkit"], row["workers"], row["seeds"]) for row in rows)
-    settings = (
-        f"{NAMES[kit]} with {workers} workers ({seeds} seed{'s' * (seeds > 1)})" for kit, workers, seeds in cells
-    )
+    counts = dict.fromkeys(seeds for *_, seeds in cells)
+    kits, workers = (list(dict.fromkeys(each)) for each in list(zip(*cells, strict=True))[:2])
+    settings = [f"{_joined([NAMES[kit] for kit in kits])}, {_joined(workers)} workers"]
+    if len(cells) != len(kits) * len(workers):
+        settings = [f"{NAMES[kit]} with {count} workers" for kit, count, _ in cells]
     noise = _noise(found, sorted({each[2] for each in cells}))
     above = (
-        f"{_joined(list(settings))}: the loss of quality, as a share of the quality of dense gradients (negative: "
-        f"better{'; the largest of each task' * (len(cells) > 1)}), in bold above {TOLERANCE:.0%}. Settings: in how "
-        f"many of these the method was trained. {noise}"
+        f"{', '.join(settings)}, {_joined(list(counts))} seed{'s' * (max(counts) > 1)}: the loss of quality, as a "
+        f"share of that of dense gradients (negative: better{'; largest of each task' * (len(cells) > 1)}; bold: "
+        f"above {TOLERANCE:.0%}), and in how many settings it was trained. {noise}"
     )
     body = []
     for line in found:
@@ -311,9 +405,25 @@ def page(before: str, made: str) -> str:
     return filled(before, lambda what: made.rstrip("\n") if what == SECTION else shown(what))
 
 
+def pages() -> dict[Path, str]:
+    """The generated section of each page."""
+    runs, feedback, locally = load(), *load(STORE, FEEDBACK, LOCAL)
+    return {
+        PAGE: text(runs, [feedback, locally]),
+        TASKS: by_task(runs) + ABOUT_FEEDBACK + measured(missed(feedback), feedback),
+        ALL: qualities(runs),
+        LOCALLY: measured(local(locally), locally),
+    }
+
+
+def measured(table: str, run: dict[str, Any]) -> str:
+    """A table with its origin."""
+    command, semicolon, rest = run["command"].partition(";")
+    return f"{table}\n\nMeasured {run['date']} by `{command}`{semicolon}{rest}.\n"
+
+
 if __name__ == "__main__":
-    runs = load()
-    for file, made in ((PAGE, text(runs)), (TASKS, by_task(runs))):
+    for file, made in pages().items():
         before = file.read_text()
         after = page(before, made)
         if "--check" not in sys.argv:

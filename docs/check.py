@@ -1,0 +1,343 @@
+"""Compare the pages with the stored results, without any training: python -m docs.check.
+
+The generators of tables run with --check, and `claims` recomputes each sentence and table that benchmarks/results
+determines. A sentence that differs is printed as it should be; the status is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
+
+import generate_choose as choose  # noqa: E402
+
+STORE = ROOT / "benchmarks" / "results"
+GPU = STORE / "gpu-nvidia-h100-80gb-hbm3.json"
+GENERATORS = ("generate_choose", "generate_measured", "generate_methods")
+Row = dict[str, Any]
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """Pairs of a page and a text that it must have."""
+    for part in (trainings, noise, stages, overhead, gpu):
+        yield from part()
+
+
+def say(page: str, *parts: str) -> tuple[str, str]:
+    """A claim whose text has several parts."""
+    return page, " ".join(parts)
+
+
+def trainings() -> Iterator[tuple[str, str]]:
+    """What `grace bench tasks` stored."""
+    rows = [row for run in choose.load() for row in run["results"]]
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((*(row[key] for key in choose.CELL), row["bandwidth"]), {})[row["method"]] = row
+    time = {cell: {method: row["seconds_to_relative"] for method, row in each.items()} for cell, each in cells.items()}
+    worst = {
+        method: max(choose.loss(each[method], each["dense"]) for each in cells.values() if method in each)
+        for method in {row["method"] for row in rows}
+    }
+    by_hand = [each["auto"] / min(t for method, t in each.items() if t and method != "auto") for each in time.values()]
+    slower = {cell: each["auto"] / each["fp16"] - 1 for cell, each in time.items() if cell[-1] == "1gbit"}
+    behind = {cell: share for cell, share in slower.items() if share > 0.03}
+    reached = sum(each["auto"] is not None for each in time.values())
+    two, four = ([share for cell, share in behind.items() if cell[2] == workers] for workers in (2, 4))
+    kept = [method for method in choose.FEW[2:] if all(each.get(method, 1) is not None for each in time.values())]
+    yield say(
+        "benchmarks",
+        f"In {_word(len({cell[0] for cell in cells}))} short trainings over an **emulated network**,",
+        "`blockint` of 4 bits, `eden` of 3 bits and `auto` reached the quality of float32 less 3 % in each",
+    )
+    assert kept == list(choose.FEW[2:])
+    yield "auto", f"`auto` reached the quality of float32 less 3 % in all of {reached} trainings."
+    few = max(worst[method] for method in choose.FEW if method not in ("dense", "auto"))
+    coarse = {
+        row["task"]: choose.loss(row, base)
+        for run in choose.load(STORE, choose.LOCAL)
+        for row in run["results"]
+        for base in run["results"]
+        if row["method"] == "eden:bits=2" and base["method"] == "dense" and base["task"] == row["task"]
+    }
+    blocks = cells["lstm", "torch", 2, "100mbit"]
+    fine = choose.loss(blocks["eden:bits=2,block_size=64"], blocks["dense"])
+    yield say(
+        "benchmarks-tasks",
+        f"`auto` reached that quality in all {reached} trainings",
+        f"and ended at most {_percent(worst['auto'])} below float32.",
+    )
+    yield say(
+        "benchmarks-tasks",
+        f"`auto` took at most 1.15 times as long in {sum(share <= 1.15 for share in by_hand)} of {len(by_hand)},",
+        f"else up to {max(by_hand):.1f} times. At 1 Gbit/s it took more than 1.03 times as long as fp16",
+        f"in {len(behind)} of {len(slower)}, all PyTorch:",
+        f"{_percents(two)} with 2 workers (segmentation), {_percents(four)} with 4.",
+    )
+    yield say(
+        "benchmarks-tasks",
+        f"fp16, int4 and `eden` of 3 bits in blocks of 64 ended at most {_percent(few)} below float32 in all.",
+        f"`eden` of 2 bits in blocks of 4096 ends {_percent(coarse['lstm'])} below in the LSTM,",
+        f"in blocks of 64 {_percent(fine)}.",
+    )
+    assert {cell[1] for cell in behind} == {"torch"}
+    assert {cell[0] for cell in behind if cell[2] == 2} == {"segmentation"}
+    assert reached == len(cells)
+
+    one = choose.speeds(row for row in rows if (row["toolkit"], row["workers"]) == ("torch", 2))
+    named = (
+        "blockint:bits=4",
+        "eden:bits=3,block_size=64",
+        "eden:bits=4",
+        "powersgd:compress_rank=16",
+        "auto",
+    )
+    sooner = [choose._speed(one[method]["100mbit"]) for method in named]  # without a count: reached in all tasks
+    fail = one["eden:bits=2,block_size=64"]["100mbit"]
+    yield say(
+        "seeds",
+        "4-bit integers, eden of 3 and 4 bits, PowerSGD of rank 16 and `auto` reached the quality of dense",
+        f"less 3 % in five, eden of 2 bits in {_word(sum(each is not None for each in fail))}; at 100 Mbit/s",
+        f"{float(sooner[0]):.1f}, {float(sooner[1]):.1f}, {float(sooner[2]):.1f}, {float(sooner[3]):.1f} and",
+        f"{float(sooner[4]):.1f} times sooner",
+    )
+    halves = [row["interval"] / row["quality"] for row in rows]
+    yield say(
+        "benchmarks-tasks",
+        f"Half an interval is {_percent(statistics.median(halves))} of the quality (median),",
+        f"at most {_percent(max(halves))}, since three seeds differ",
+    )
+    ncf = cells["ncf", "torch", 2, "100mbit"]
+    lost = choose.loss(ncf["eden:bits=2,block_size=64"], ncf["dense"])
+    yield "choose", f"at least 3 bits: 2 bits lost {_percent(lost)} in NCF"
+    missed = _missed(choose.FEEDBACK) | _missed(choose.LOCAL)
+    for page in ("choose", "benchmarks"):
+        yield say(
+            page,
+            f"PowerSGD of rank 4 missed float32's quality less 3 % in {missed['powersgd:compress_rank=4']} of 5",
+            "short trainings",
+        )
+    yield say(
+        "choose",
+        f"local training in {missed['localsgd:sync_every=4,compressor=blockint']} (every 4 steps) and",
+        f"{missed['localsgd:sync_every=10,compressor=blockint']} (10)",
+    )
+    yield "choose", f"top-k of 1 % missed the quality in {missed['topk:compress_ratio=0.01']} of five trainings"
+    yield "README.md", f"missed that quality in {missed['powersgd:compress_rank=4']} of 5 short trainings"
+    yield say(
+        "local-measured",
+        f"loses more than 3 % in {_word(missed['localsgd:sync_every=4,compressor=blockint'])} (H = 4) to",
+        f"{_word(missed['localsgd:sync_every=10,compressor=blockint'])} (H = 10) of these five short trainings",
+    )
+    yield say(
+        "local",
+        f"LocalSGD missed float32's less 3 % in {_word(missed['localsgd:sync_every=4,compressor=blockint'])} (H = 4)",
+        f"to {_word(missed['localsgd:sync_every=10,compressor=blockint'])} (H = 10) of five short trainings",
+    )
+    common = choose.speeds(choose.common(rows))
+    assert len(common["dense"]["1gbit"]) == 15
+    yield "README.md", "Fifteen short trainings, geometric mean"
+    ends = [sorted(float(choose._speed(common[m][rate])) for m in choose.FEW[2:]) for rate in ("100mbit", "1gbit")]
+    yield say(
+        "benchmarks",
+        f"at 100 Mbit/s {ends[0][0]:.0f} to {ends[0][-1]:.0f} times sooner, at 1 Gbit/s {ends[1][0]:.1f} to",
+        f"{ends[1][-1]:.1f} times",
+    )
+
+
+def _missed(name: str) -> dict[str, int]:
+    # By method: in how many tasks it never reached dense's quality less the tolerance.
+    (run,) = choose.load(STORE, name)
+    found: dict[str, int] = {}
+    for row in run["results"]:
+        found[row["method"]] = found.get(row["method"], 0) + (row["steps_to_relative"] is None)
+    return found
+
+
+def noise() -> Iterator[tuple[str, str]]:
+    """What `python -m benchmarks.noise` stored."""
+    from benchmarks.noise import mean_curve, stored, table
+    from grace_bench.tasks.tasks import task_of
+
+    rows = stored(STORE / "noise.jsonl")
+    yield "noise", table(rows)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["method"]), []).append(row)
+    found = {}
+    for (task, method), mine in groups.items():
+        base = mean_curve([row for row in groups[task, "dense"] if row["seed"] in {each["seed"] for each in mine}])[-1][
+            1
+        ]
+        sign = 1 if task_of(task).higher else -1
+        loss = sign * (base - mean_curve(mine)[-1][1]) / base
+        found[task, method] = (
+            statistics.mean(statistics.mean(row["ratios"]) for row in mine),
+            loss,
+        )
+    small = {key: loss for key, (ratio, loss) in found.items() if ratio < 0.1 and key[1] != "dense"}
+    odd = ("lstm", "eden:bits=4,block_size=64")
+    others = max(loss for key, loss in small.items() if key != odd)
+    two = {task: pair for (task, method), pair in found.items() if method == "eden:bits=2,block_size=64"}
+    calm = max(loss for task, (_, loss) in two.items() if task != "ncf")
+    yield say(
+        "noise",
+        f"`eden` of 2 bits in blocks of 64 has ratios of {min(r for r, _ in two.values()):.2f} to",
+        f"{max(r for r, _ in two.values()):.2f}; it ended at most {_percent(calm)} below dense in four tasks,",
+        f"and {_percent(two['ncf'][1])} in NCF, whose embeddings Adam trains.",
+        f"Of the {len(small)} rows with ratios below 0.1",
+        f"all but one ended at most {_percent(others)} below dense;",
+        f"`eden` of 4 bits ended {_percent(small[odd])} below in the LSTM.",
+    )
+
+
+def stages() -> Iterator[tuple[str, str]]:
+    """What `python -m benchmarks.stages` stored."""
+    from benchmarks.stages import stored, table
+
+    rows = stored(STORE / "stages.jsonl")
+    yield "stages-measured", table(rows)
+
+    def mean(task: str, method: str, use: str = "compressed") -> str:
+        found = [row[use] for row in rows if (row["task"], row["method"]) == (task, method)]
+        return f"{statistics.mean(found):.1f}"
+
+    both = (
+        mean("text", "8 bits, gradients 2 of 4 levels"),
+        mean("text", "2 bits of 4 levels, gradients 8"),
+    )
+    yield "stages-measured", f"the text is much worse (perplexity {both[0]} against {both[1]}), as in the paper"
+    masks = [mean(task, f"top 10 %{more}") for task in ("digits", "text") for more in (", same mask", "")]
+    yield (
+        "stages-measured",
+        (f"`same_mask` is much better (digits {masks[0]} against {masks[1]} %, text {masks[2]} against {masks[3]})"),
+    )
+
+
+def overhead() -> Iterator[tuple[str, str]]:
+    """What `python -m benchmarks.overhead` stored."""
+    names = {
+        "none": "none",
+        "int4": "blockint, 4 bits",
+        "eden3": "eden, 3 bits",
+        "topk": "top-k, 1 %",
+        "powersgd": "PowerSGD, rank 4",
+    }
+    records = {
+        (row["integration"], row["method"]): row
+        for row in json.loads((STORE / "overhead-xeon.json").read_text())
+        if row["checkout"] == "this"
+    }
+    cases = {
+        key: next(case for case in row["cases"] if (case["tensors"], case["buckets"]) == (148, 1))
+        for key, row in records.items()
+    }
+    kinds = ("ddp", "optimizer", "step")
+    for method, name in names.items():
+        cells = [f"{cases[k, method]['ms']:.1f} ms; {records[k, method]['fits']['calls'][2]:.0f}" for k in kinds]
+        yield "benchmarks-kernels", f"| {name} | {' | '.join(cells)} |"
+    took = [cases["ddp", method]["ms"] for method in names]
+    calls = [records["ddp", method]["fits"]["calls"][2] for method in names]
+    yield say(
+        "benchmarks",
+        f"148 tensors of 1,024 elements add {min(took):.0f} to {max(took):.0f} ms to a step,",
+        f"and {min(calls):.0f} to {max(calls):.0f} Python calls for each tensor with DDP's hook",
+    )
+
+
+def gpu() -> Iterator[tuple[str, str]]:
+    """What `grace bench gpu` stored."""
+    found = json.loads(GPU.read_text())
+    cases, loops = found["kernels"]["cases"], found["trainings"]["rows"]
+    equal = sum(case["equal"] for case in cases)
+    yield "benchmarks-gpu", f"all {found['laws']['held']} laws hold"
+    yield "benchmarks-gpu", f"Triton's kernels equal the plain functions in {equal} of {len(cases)} cases"
+    most = max(row["difference"] for row in loops)
+    yield say(
+        "benchmarks-gpu",
+        f"All {len(loops)} trainings end as on the CPU, with relative differences of at most {_at_most(most)}",
+    )
+    steps = {(row["model"], row["method"]): row["ms"] for row in found["exchange"]["rows"] if row["network"] == "gloo"}
+    names = {
+        "bf16 allreduce": "bfloat16 allreduce",
+        "eden, 3 bits": "eden, 3 bits, blocks of 64",
+    }
+    for method in dict.fromkeys(method for _, method in steps):
+        first, second = (f"{steps[model, method]:.0f}" for model in ("ResNet-50", "GPT-2 124M"))
+        name = names.get(method, method.replace("powersgd", "PowerSGD"))
+        yield "benchmarks-gpu", _columns(name, {1: first, 3: second})
+    records = {record["label"]: record for record in found["times"]["records"]}
+    sidco = records["sidco"]["encode"]["x"] + records["sidco"]["commit"]["x"]
+    yield "sidco", f"On an H100 sidco takes {sidco:.0f} copies to encode 25 million elements and commit"
+
+
+COLUMN = "\x00"
+
+
+def _columns(name: str, values: dict[int, str]) -> str:
+    # Returns a row of a table; COLUMN stands for a cell that is not stored.
+    return f"| {name} | {' | '.join(values.get(index, COLUMN) for index in range(1, 5))} |"
+
+
+def has(page: str, claim: str) -> bool:
+    """Whether a page has a text, however its lines are broken."""
+    text, wanted = " ".join(page.split()), " ".join(claim.split())
+    if COLUMN not in wanted:
+        return wanted in text
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("|")]
+    cells = [cell.strip() for cell in wanted.split("|")]
+    return any(
+        len(row) == len(cells) and all(a in (COLUMN, b) for a, b in zip(cells, row, strict=True)) for row in rows
+    )
+
+
+def file_of(page: str) -> Path:
+    """The file of a page, by its name in docs or from the root."""
+    return ROOT / page if page.endswith(".md") else ROOT / "docs" / f"{page}.md"
+
+
+def problems(
+    read: Callable[[str], str] = lambda page: file_of(page).read_text(encoding="utf-8"),
+) -> list[str]:
+    """The claims that a page lacks. ``read``: the text of a page."""
+    return [
+        f"{page} should say: {claim.replace(COLUMN, '...')}" for page, claim in claims() if not has(read(page), claim)
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
+
+
+def _percents(shares: list[float]) -> str:
+    low, high = f"{min(shares):.0%}"[:-1], f"{max(shares):.0%}"[:-1]
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _at_most(value: float) -> str:
+    """One digit, rounded up."""
+    power = math.floor(math.log10(value))
+    return f"{math.ceil(value / 10**power)}e{power}"
+
+
+def _word(number: int) -> str:
+    return ("none", "one", "two", "three", "four", "five")[number]
+
+
+if __name__ == "__main__":
+    found = problems()
+    for name in GENERATORS:
+        command = [sys.executable, str(ROOT / "docs" / f"{name}.py"), "--check"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        found += [done.stderr.strip()] if done.returncode else []
+    print(*found or [f"{len(list(claims()))} claims hold"], sep="\n")
+    sys.exit(bool(found))

@@ -41,6 +41,9 @@ NOTES = {
     "powersgd": "measured on a matrix of 1024 x 1024; in general 32 r (a + b) / (a b)",
 }
 
+TABLED = {"sign": "efsignsgd", "int8": "blockint", "int4": "blockint"}
+"""Names in tables of measurements that are not the method's own."""
+
 WHEN = {
     "3lc": "Below two bits per element with a residual; the more elements are near zero, the fewer bits. With "
     "`zero_run=False` the payload has a fixed length.",
@@ -309,13 +312,21 @@ def traits(name: str) -> list[str]:
             "compatible communicators",
             ", ".join(f"`{each}`" for each in entry.communicators or []),
         ),
-        (
-            "measured",
-            "[kernels](../benchmarks-methods.md#kernels), [network lab](../benchmarks-methods.md#network-lab)",
-        ),
+        ("measured", ", ".join(f"[{title}](../benchmarks-methods.md#{place})" for title, place in tables(name))),
     ]
     lines = [f"| {key} | {value} |" for key, value in rows if value]
     return ["| | |", "|---|---|", *lines, ""]
+
+
+def tables(name: str) -> list[tuple[str, str]]:
+    """The tables of benchmarks-methods.md with a row of this method: what they show, and their anchors."""
+    rows, found = r"^\| `?(?:grace-torch-)?([\w-]+?)(?:-2stage|-ef|-unmasked| \d bits| rank \d+)?`? \|", []
+    for section in (DOCS / "benchmarks-methods.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        heading = section.partition("\n")[0]
+        cells = map(str.lower, re.findall(rows, section, re.MULTILINE))
+        if name in {TABLED.get(cell, cell) for cell in cells}:
+            found.append((heading[0].lower() + heading[1:], heading.lower().replace(" ", "-")))
+    return found
 
 
 def anchor(memory: str) -> str:

@@ -244,6 +244,44 @@ def test_the_choice_of_methods_is_that_of_the_stored_results():
         assert ("**" in line) == (method in out), line
 
 
+def test_the_pages_say_what_was_stored(monkeypatch):
+    pytest.importorskip("torch", reason="the models of the benchmarks")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    from docs import check
+
+    assert check.problems() == []
+    shift = str.maketrans("0123456789", "1234567890")
+    wrong = check.problems(lambda page: check.file_of(page).read_text().translate(shift))
+    assert len(wrong) == sum(bool(re.search(r"\d", claim)) for _, claim in check.claims()) > 30
+
+
+def test_each_claim_of_a_paper_is_quoted_and_judged():
+    page = (ROOT / "docs" / "seeds.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| **")]
+    assert len(rows) == 13
+    for system, claim, _, found, command in rows:
+        assert re.search('"[^"]+"', claim), system
+        assert re.search(r"\((abstract|abstracts|section|announcement)\b", claim), system
+        assert found in ("reproduced", "partly", "not", "not tried"), system
+        assert "`" in command, system
+
+
+def test_a_method_links_to_the_tables_that_have_it():
+    parts = (ROOT / "docs" / "benchmarks-methods.md").read_text().split("\n## ")
+    kernels, lab, sent, quality = (
+        next(part for part in parts if part.startswith(heading))
+        for heading in ("Kernels", "Network lab", "Bytes by number", "Quality of")
+    )
+    for name in sorted(compressors):
+        links = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+        assert ("md#kernels" in links) == (f"\n| `{name}` |" in kernels), name
+        assert ("md#bytes-by-number" in links) == (f"\n| `{name}` |" in sent), name
+        cases = {"efsignsgd": "sign", "blockint": "int4"}.get(name, name)
+        assert ("md#network-lab" in links) == (f"\n| grace-torch-{cases} |" in lab), name
+        short = {"blockint": "int4", "powersgd": "powersgd rank 16", "eden": "eden 3 bits"}.get(name, name)
+        assert ("md#quality-of-the-tasks" in links) == (f"\n| {short} |" in quality.lower()), name
+
+
 def test_stored_measurements_of_the_package_are_those_of_the_results():
     done = subprocess.run([*MEASURED, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

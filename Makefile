@@ -7,7 +7,7 @@ DOCS := .venv-docs
 DOCS_NEEDS = $(shell sed -n '/^docs =/,/^[^ ]/s/^    //p' setup.cfg)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := torch,tensorflow-cpu,cli,dev
+EXTRAS := torch,tensorflow-cpu,jax,cli,dev
 JOBS ?= 2
 ARGS ?=
 KERNELS := $(wildcard grace/kernels/*.py grace/kernels/*.h grace/kernels/*.cc)
@@ -44,7 +44,7 @@ $(DEMO)/.ready: setup.py setup.cfg constraints.txt scripts/set_up_demo.py $(KERN
 	$(PYTHON) scripts/set_up_demo.py $(DEMO)
 	@touch $@
 
-demo-all: install ## the same in PyTorch, in Keras on TensorFlow over Horovod, and in Keras on PyTorch
+demo-all: install ## the same in PyTorch, in Keras on TensorFlow over Horovod, in Keras on PyTorch, in JAX
 	@$(BIN)/python examples/demo.py --toolkit all --began $(BEGAN) $(ARGS)
 
 # Apart from the other packages: a process that loads TensorFlow and then PyTorch ends where Triton is among them, since

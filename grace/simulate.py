@@ -40,8 +40,8 @@ def simulate(
     """Exchange gradients between workers in this process, with the code that real workers run.
 
     ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list of
-    such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
-    one, or one per element of the list of steps (which is repeated if ``steps`` is larger).
+    such lists, one per step. ``backend``: "numpy", "torch", "tensorflow" or "jax". ``steps``: number of exchanges;
+    default: one, or one per element of the list of steps (which is repeated if ``steps`` is larger).
     ``steps_per_epoch``: steps after which a policy decides; 0: never.
 
     An absent gradient is None, or missing from its worker's dictionary.

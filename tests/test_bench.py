@@ -200,7 +200,7 @@ def test_every_method_can_be_timed(case):
         (("topkk",), "`grace methods` lists"),
         (("topk:ratio=0.1",), "unknown key 'ratio'"),
         (("topk:0.1",), "key=value"),
-        (("topk", "--backend", "jax"), "choose from torch, numpy, tensorflow, cuda"),
+        (("topk", "--backend", "mxnet"), "choose from torch, numpy, tensorflow, cuda, jax"),
         (("topk", "--sizes", "many"), "such as 1e4,25e6"),
         (("topk", "--peer", "nowhere"), "has no grace_dl/dist"),
         (("topk", "--targets"), "leave out METHOD"),
@@ -482,6 +482,19 @@ def test_tensorflow_is_measured_eagerly_and_in_a_graph(bench):
     found, _ = bench("powersgd", "--backend", "tensorflow", "--allocator", "asis", *QUICK, "--budget", "0.1")
     assert [(record["mode"], record["bytes"]) for record in found["records"]] == [("eager", 3200), ("graph", 3200)]
     assert {record["workers_decoded"] for record in found["records"]} == {1}
+
+
+@pytest.mark.slow
+def test_jax_is_measured_as_compiled(bench):
+    pytest.importorskip("jax")
+    options = [option for option in QUICK if option != "--no-memory"]
+    found, done = bench("powersgd", "topk", "--backend", "jax", "--allocator", "asis", *options)
+    assert [(each["label"], each["mode"], each["bytes"]) for each in found["records"]] == [
+        ("powersgd", "graph", 3200),
+        ("topk", "graph", 800),
+    ]
+    assert all(each["encode"]["us"] > 0 < each["decode"]["us"] for each in found["records"])
+    assert found["left_out"] == [], done.stdout
 
 
 @pytest.mark.slow

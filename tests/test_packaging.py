@@ -89,8 +89,9 @@ def test_numpy_is_all_that_everybody_needs(requirements):
 def test_extras_of_one_toolkit_ask_for_no_other(requirements):
     assert requirements["torch"] == {"torch"}
     assert requirements["tensorflow"] == {"tensorflow", "keras"}
+    assert requirements["jax"] == {"jax", "optax"}
     for extra in ("cli", "dev", "docs"):
-        assert not requirements[extra] & {"torch", "tensorflow", "tensorflow-cpu", "keras", "horovod"}
+        assert not requirements[extra] & {"torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "jax"}
 
 
 def test_installed_wheel_imports_without_any_toolkit(wheel, tmp_path):

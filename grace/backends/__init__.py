@@ -37,6 +37,12 @@ BUILT_IN = (
     Toolkit("numpy", lambda device: _class("numpy:NumpyBackend")(), ("numpy",)),
     Toolkit("torch", lambda device: _class("torch:TorchBackend")(device), ("torch",), lambda array: str(array.device)),
     Toolkit("tensorflow", lambda device: _class("tensorflow:TensorflowBackend")(), ("tensorflow", "keras")),
+    Toolkit(
+        "jax",
+        lambda device: _class("jax:JaxBackend")(device),
+        ("jax", "jaxlib"),
+        lambda array: _class("jax:device_name")(array),
+    ),
 )
 _LOCK = threading.RLock()
 
@@ -48,9 +54,9 @@ def toolkits() -> tuple[Toolkit, ...]:
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """A toolkit's backend by name: "numpy", "torch", "tensorflow", or another package's. Imports only that toolkit.
+    """A toolkit's backend by name: "numpy", "torch", "tensorflow", "jax", or another package's.
 
-    ValueError for an unknown name.
+    Imports only that toolkit. ValueError for an unknown name.
     """
     with _LOCK:  # thread-safe: one object for each name and device
         return _backend(name, device)

@@ -31,6 +31,7 @@ START = 120.0  # seconds to import a toolkit and draw gradients
 REMEDIES = {
     "torch": "pip install '.[torch]' in GRACE's source tree",
     "tensorflow": "pip install '.[tensorflow]' in GRACE's source tree",
+    "jax": "pip install '.[jax]' in GRACE's source tree",
 }
 Progress = Callable[[str], None]
 
@@ -86,6 +87,8 @@ def measure(
         _configuration(config, mine, limits, peer, results, hopeless, progress)
         save(results)
     if memory:
+        # On JAX the user's program compiles a step as a whole, with the model: there is none to measure alone.
+        configs = [config for config in configs if config.toolkit != "jax"]
         _memory(cases, configs, limits, results, hopeless, progress)
 
 
@@ -367,7 +370,7 @@ def native() -> str:
 def machine() -> dict[str, Any]:
     """Facts about the machine that the figures depend on, without its name."""
     versions = {}
-    for name in ("numpy", "torch", "tensorflow", "tensorflow-cpu", "horovod"):
+    for name in ("numpy", "torch", "tensorflow", "tensorflow-cpu", "jax", "horovod"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

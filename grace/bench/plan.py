@@ -29,7 +29,13 @@ BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
 DEVICES = {"cuda": "cuda"}
 """Optional backends, each PyTorch on a device."""
-MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph"), "cuda": ("eager",)}
+MODES = {
+    "torch": ("eager",),
+    "numpy": ("eager",),
+    "tensorflow": ("eager", "graph"),
+    "cuda": ("eager",),
+    "jax": ("graph",),
+}
 
 
 @dataclass(frozen=True)

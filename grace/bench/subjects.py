@@ -195,6 +195,7 @@ class Ours:
         self.method = method_of(case.params)
         self.agreed = self.method.compressor.traits.combine is Combine.AGREED
         self.workers = 1 if self.agreed else WORKERS
+        self._traced_xp = get_backend("jax", "traced") if bench.config.toolkit == "jax" else bench.xp
         self.note = ""
         self.turn = 0
         self._how = case.how
@@ -230,7 +231,9 @@ class Ours:
         os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": NATIVE}.get(self._how, "off")
 
     def _refuse(self) -> None:
-        xp = self.bench.xp
+        xp, config = self.bench.xp, self.bench.config
+        if config.toolkit == "jax" and config.tensors != "flat":
+            raise ValueError("a step of several tensors is not measured on JAX, where the program compiles it whole")
         if self._how == "native" and not xp.kernels:
             raise ValueError("native kernels are not built for this machine")
 
@@ -340,11 +343,10 @@ class Ours:
             self._traced_decode(payloads)
         else:
             with self.bench.xp.buffers.streaming_writes(self.bench.n):
-                self._decode(payloads)
+                self._decode(payloads, map(self._context, self.parts))
 
-    def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
+    def _decode(self, payloads: list[list[Payload]], contexts: Iterable[Context]) -> list[Array]:
         outs = [part.of(self.bench.out) for part in self.parts]
-        contexts = map(self._context, self.parts)
         return [mean(self.method, *each) for each in zip(payloads, contexts, outs, strict=True)]
 
     def step(self) -> None:
@@ -368,11 +370,13 @@ class Ours:
         # graph.
         if self.mode != "graph":
             return
-        fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]
-        self._traced_encode = graph(
+        fixed = [replace(self._context(part), xp=self._traced_xp) for part in self.parts]
+        answers = [part.answers[0] for part in self.parts]
+        compiled = jitted if self.bench.config.toolkit == "jax" else graph
+        self._traced_encode = compiled(
             lambda x, states, step: self._encode(x, states, [replace(ctx, step=step) for ctx in fixed], answers)
         )
-        self._traced_decode = graph(self._decode)
+        self._traced_decode = compiled(lambda payloads: self._decode(payloads, fixed))
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
@@ -458,3 +462,17 @@ def graph(function: Callable[..., Any]) -> Callable[..., Any]:
     import tensorflow as tf
 
     return tf.function(function, autograph=False)
+
+
+def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled by JAX, which returns when its results are there."""
+    import jax
+
+    from grace.backends.jax import wide
+
+    @jax.jit
+    def inside(*arguments: Any) -> Any:
+        with wide():
+            return function(*arguments)
+
+    return lambda *arguments: jax.block_until_ready(inside(*arguments))

@@ -37,7 +37,9 @@ def kernels(
         Path | None,
         typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Write a chart."),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch on a CUDA device.")] = ",".join(plan.BACKENDS),
+    backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch on a device; jax: compiled.")] = ",".join(
+        plan.BACKENDS
+    ),
     sizes: Annotated[str, typer.Option(help="Elements per gradient.")] = "1e4,1e6,25e6",
     threads: Annotated[str, typer.Option(help="Threads of the toolkit.")] = "1,2",
     allocator: Annotated[str, typer.Option(help="malloc settings: default and tuned.")] = ",".join(plan.ALLOCATORS),
@@ -84,7 +86,7 @@ def kernels(
         counts, hows = numbers(threads, "--threads"), listed(allocator, plan.ALLOCATORS, "--allocator")
         configs = [
             plan.Config(name, count, how, size, kind, on)
-            for name in listed(backend, (*plan.BACKENDS, *plan.DEVICES), "--backend")
+            for name in listed(backend, tuple(plan.MODES), "--backend")
             for count in (counts[:1] if name in plan.DEVICES else counts)
             for kind in kinds
             for size in ([whole] if kind == "resnet50" else numbers(sizes, "--sizes"))

@@ -25,7 +25,7 @@ FLOORS = (
     ("backends",),
     ("engine",),
     ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "start", "testing", "trackers"),
-    ("elastic", "factorize", "keras", "tensorflow", "torch"),
+    ("elastic", "factorize", "jax", "keras", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )
 TOOLS = FLOORS[-1]

@@ -30,7 +30,7 @@ GENERATED = [
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
 MEASURED = [sys.executable, str(ROOT / "docs" / "generate_measured.py")]
 CHOICE = [sys.executable, str(ROOT / "docs" / "generate_choose.py")]
-TOOLKITS = ("horovod", "keras", "ray", "tensorflow", "torch")
+TOOLKITS = ("horovod", "jax", "keras", "optax", "ray", "tensorflow", "torch")
 TO_COPY = ("README", "quick-start", "save-and-resume")
 """Pages whose scripts readers take as they are: each compresses to less than half."""
 PLAN = {
@@ -45,6 +45,7 @@ PLAN = {
     "troubleshooting": 1300,
     "pytorch": 1200,
     "keras": 1200,
+    "jax": 1200,
     "fsdp2": 1200,
     "settings": 1200,
     "auto": 500,

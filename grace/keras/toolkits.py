@@ -115,9 +115,10 @@ def toolkit(what: str, variables: Sequence[Any] = ()) -> Toolkit:
     own = any(type(variable).__module__.startswith("tensorflow.") for variable in variables)
     backend = "tensorflow" if own else keras.backend.backend()
     if backend not in MODULES:
+        why = ". Keras compiles a step in which JAX has summed the gradients already; grace.jax is for loops with optax"
         raise RuntimeError(
             f"{what} is for Keras on TensorFlow or PyTorch, but Keras runs on {backend}: set "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported"
+            f"KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported{why * (backend == 'jax')}"
         )
     found: Toolkit = importlib.import_module(MODULES[backend]).TOOLKIT
     return found

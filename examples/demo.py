@@ -1,7 +1,7 @@
 """Train with and without compression; show accuracy, bytes, and the time that a slow network would take.
 
     make demo        PyTorch, over torch.distributed
-    make demo-all    also Keras on TensorFlow, over Horovod, and Keras on PyTorch
+    make demo-all    also Keras on TensorFlow, over Horovod, Keras on PyTorch, and JAX
 
 Two workers on this machine train handwritten digits, once for each method, from the same initial weights and on the
 same batches, with the same learning rate and number of epochs. Accuracy, bytes and computation are measured. The
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 2
-TOOLKITS = {"torch": "PyTorch", "keras": "Keras on TensorFlow", "keras-torch": "Keras on PyTorch"}
+TOOLKITS = {"torch": "PyTorch", "keras": "Keras on TensorFlow", "keras-torch": "Keras on PyTorch", "jax": "JAX"}
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
     "blockint 4 bits": {"compressor": "blockint", "bits": 4},
@@ -35,6 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PowerSGD": {"compressor": "powersgd", "compress_rank": 4},
     "auto": {"compressor": "auto"},
 }
+COMPILED = {name: params for name, params in METHODS.items() if name != "auto"}  # a compiled step has one method
 RATE = 100e6  # bits per second, each way
 # Targets: the largest loss of accuracy against dense, in points, and the smallest reduction of bytes. Each method must
 # also reach the target accuracy sooner than dense. auto has no target for bytes: they depend on its choice.
@@ -76,10 +77,12 @@ def work(options: argparse.Namespace) -> int:
     from grace import Grace, grace_from_params
 
     example.start()
-    rank = int(os.environ.get("RANK") or os.environ["HOROVOD_RANK"])
+    # In JAX both workers are devices of one process, and steps are compiled for an exchange.
+    rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
+    make = getattr(example, "exchange", grace_from_params)
     with open(options.events if rank == 0 else os.devnull, "a", buffering=1) as events:
-        for method, params in METHODS.items():
-            grc, told, sent = grace_from_params(params), 0.0, 0
+        for method, params in methods_of(options.worker).items():
+            grc, told, sent = make(params), 0.0, 0
 
             def tell(
                 done: int, total: int, epoch: dict[str, Any] | None, method: str = method, grc: Grace = grc
@@ -96,6 +99,10 @@ def work(options: argparse.Namespace) -> int:
             outcome = example.train(grc, options, tell)
             events.write(json.dumps({"method": method, "params": params, "result": outcome}) + "\n")
     return 0
+
+
+def methods_of(toolkit: str) -> dict[str, dict[str, Any]]:
+    return COMPILED if toolkit == "jax" else METHODS
 
 
 # -- in the parent process ------------------------------------------------------------------------------------------
@@ -143,12 +150,14 @@ def run(console: Any, toolkit: str, options: argparse.Namespace) -> list[dict[st
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
         if toolkit == "keras":
             command = [str(HOROVODRUN), "-np", str(WORKERS), "--gloo", sys.executable]
+        if toolkit == "jax":
+            command = [sys.executable]
         command.append(str(HERE / "demo.py"))
         for name in ("epochs", "batch_size", "lr", "momentum", "seed"):
             command.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
         command += ["--worker", toolkit, "--events", str(events)]
         results, status = watch(console, toolkit, command, events, log)
-        if status == 0 and len(results) == len(METHODS):
+        if status == 0 and len(results) == len(methods_of(toolkit)):
             return results
         print(log.read_text(), file=sys.stderr)
     print(f"The {TOOLKITS[toolkit]} workers failed (exit status {status}); see above.", file=sys.stderr)
@@ -174,7 +183,7 @@ def watch(
     with log.open("w") as output, Progress(*columns, console=console) as bars:
         rows = {
             method: bars.add_task(f"{TOOLKITS[toolkit]} {method}", total=None, start=False, note="")
-            for method in METHODS
+            for method in methods_of(toolkit)
         }
         bars.update(rows["dense"], note="starting the workers")
         # In a separate session: only this process gets Ctrl-C, and then stops the workers.
@@ -302,7 +311,7 @@ def plot(results: list[dict[str, Any]], target: float, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colours = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#009e73", "#d55e00", "#cc79a7"), strict=True))
-    styles = dict(zip(TOOLKITS.values(), ("-", "--", ":"), strict=True))
+    styles = dict(zip(TOOLKITS.values(), ("-", "--", ":", "-."), strict=True))
     several = len({one["toolkit"] for one in results}) > 1
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (bars, way) = plt.subplots(1, 2, figsize=(11, 3.2 + 0.16 * len(results)), layout="constrained")

@@ -218,6 +218,30 @@ void sparse(int64_t n, int64_t swap) {
   const int64_t read = grace_positions_read(loops, planes, upper.data(), marks, k, lower, chosen.data());
   tell("positions", n, k, plane, upper, chosen, Longs{written, read});
 
+  for (const int64_t bytes : {1, 2, 4, 8}) {
+    const int64_t many = n * 4 / bytes, chunks = parts(many, 65536);
+    Bytes fresh(size(4 * n)), old(size(4 * n));
+    memcpy(fresh.data(), x0.data(), fresh.size());
+    memcpy(old.data(), x0.data(), old.size());
+    for (size_t i = 0; i < old.size(); i += 37) old[i] = uint8_t(old[i] + i);
+    Ints counts_of(size(chunks));
+    std::vector<uint16_t> places(size(many)), back(size(many));
+    Bytes values(size(many * bytes)), steps(size(many * bytes)), code(size(many * 2 + chunks * 16400));
+    const int64_t changed = grace_patch_diff(loops, fresh.data(), old.data(), counts_of.data(), places.data(),
+                                             values.data(), steps.data(), many, bytes);
+    const int64_t coded = grace_patch_places(loops, counts_of.data(), places.data(), code.data(), chunks);
+    code.resize(size(coded));
+    const int64_t valid = grace_patch_unplaces(loops, counts_of.data(), code.data(), back.data(), chunks, many);
+    grace_patch_step(loops, old.data(), counts_of.data(), places.data(), steps.data(), values.data(), chunks, bytes);
+    grace_patch_write(loops, fresh.data(), counts_of.data(), places.data(), values.data(), chunks, bytes);
+    values.resize(size(changed * bytes)), steps.resize(size(changed * bytes));
+    places.resize(size(changed)), back.resize(size(changed));
+    Bytes flat(steps.size()), again(steps.size());
+    grace_patch_planes(loops, steps.data(), flat.data(), changed, bytes);
+    grace_patch_unplanes(loops, flat.data(), again.data(), changed, bytes);
+    tell("patch", n, bytes, counts_of, code, values, flat, Longs{again == steps, changed, valid, old == fresh, places == back});
+  }
+
   for (float bound : {0.25f, 1e-6f}) {
     const int64_t room = n / 2 + 1;
     Floats found(size(room));

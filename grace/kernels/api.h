@@ -343,6 +343,37 @@ void grace_shared_int_encode(const grace::Loops* loops, const float* x, const fl
 // Decode: out = codes / steps * scale; if x is not null, out = x - this (the residual). out may alias x.
 void grace_shared_int_values(const grace::Loops* loops, const float* x, const uint8_t* codes, const float* scales,
                              float* out, int64_t n, int64_t block, int64_t steps, int64_t wide, int64_t threads);
+
+// Compare n words of `size` bytes (1, 2, 4 or 8). For those that differ, in each chunk of 65536 words: counts = their
+// number, places = their offsets in the chunk, values = the new words, steps = fresh - base modulo the word's range.
+// places, values and steps have room for n words. Returns the number of words that differ.
+int64_t grace_patch_diff(const grace::Loops* loops, const uint8_t* fresh, const uint8_t* base, int32_t* counts,
+                         uint16_t* places, uint8_t* values, uint8_t* steps, int64_t n, int64_t size);
+
+// Step: x += steps at the places of all chunks; values = the results. Places must lie in x.
+void grace_patch_step(const grace::Loops* loops, uint8_t* x, const int32_t* counts, const uint16_t* places,
+                      const uint8_t* steps, uint8_t* values, int64_t chunks, int64_t size);
+
+// Write: x = values at the places of all chunks, which must lie in x.
+void grace_patch_write(const grace::Loops* loops, uint8_t* x, const int32_t* counts, const uint16_t* places,
+                       const uint8_t* values, int64_t chunks, int64_t size);
+
+// Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1, in planes: the lowest bytes of all k codes, then
+// the next ones, and so on.
+void grace_patch_planes(const grace::Loops* loops, const uint8_t* steps, uint8_t* out, int64_t k, int64_t size);
+
+// Decode what patch_planes has written.
+void grace_patch_unplanes(const grace::Loops* loops, const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size);
+
+// Encode the places of each chunk in the Elias-Fano code (grace.patch.delta.write_places). Returns the number of bytes
+// written.
+int64_t grace_patch_places(const grace::Loops* loops, const int32_t* counts, const uint16_t* places, uint8_t* out,
+                           int64_t chunks);
+
+// Decode what patch_places has written for n words. counts, 0 .. 65536 each, must fit the size of `sent`. Returns 1; or
+// 0 if places do not ascend within their chunks, in which case they are undefined.
+int64_t grace_patch_unplaces(const grace::Loops* loops, const int32_t* counts, const uint8_t* sent, uint16_t* places,
+                             int64_t chunks, int64_t n);
 }  // extern "C"
 
 // The kernels, in the order of their indices.
@@ -354,4 +385,5 @@ void grace_shared_int_values(const grace::Loops* loops, const float* x, const ui
   X(positions_write) X(positions_read) X(chunktopk_encode) X(chunktopk_values) X(demo_encode) X(demo_mean) \
   X(demo_left) X(finite) X(gathered) X(words) X(noise_table) X(stream_keys) X(rows) X(lowrank_product) \
   X(lowrank_part) X(lowrank_left) X(lowrank_right) X(adaq_count) X(adaq_encode) X(adaq_mean) X(inceptionn_count) \
-  X(inceptionn_encode) X(inceptionn_mean) X(shared_int_encode) X(shared_int_values)
+  X(inceptionn_encode) X(inceptionn_mean) X(shared_int_encode) X(shared_int_values) X(patch_diff) X(patch_step) \
+  X(patch_write) X(patch_planes) X(patch_unplanes) X(patch_places) X(patch_unplaces)

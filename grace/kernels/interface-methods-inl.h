@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "api.h"
@@ -832,4 +833,159 @@ API int64_t grace_chunktopk_values(const Loops*, const uint8_t* low, const uint8
     }
   }
   return most >= chunk;
+}
+
+// ---- patches of weights: grace.patch --------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int64_t PATCH_CHUNK = 65536;  // words of a chunk; a place is an offset in it
+
+// Returns the number of lower bits of a place in the Elias-Fano code of a chunk: floor(log2(65536 / count)).
+int64_t patch_lower(int64_t count) { return 16 - (count > 1 ? 64 - __builtin_clzll(uint64_t(count - 1)) : 0); }
+
+// Sets x = values at the places of all chunks. If `steps` is not null, first values = x + steps.
+template <class T>
+void patch_set(uint8_t* x, const int32_t* counts, const uint16_t* places, const uint8_t* steps, uint8_t* values,
+               int64_t chunks) {
+  int64_t k = 0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    T* const here = reinterpret_cast<T*>(x) + chunk * PATCH_CHUNK;
+    for (const int64_t end = k + get(counts, chunk); k < end; k++) {
+      const int64_t place = get(places, k);
+      T* const all = reinterpret_cast<T*>(values);
+      if (steps) set(all, k, T(get(here, place) + get(reinterpret_cast<const T*>(steps), k)));
+      set(here, place, get(all, k));
+    }
+  }
+}
+
+void patch_set(uint8_t* x, const int32_t* counts, const uint16_t* places, const uint8_t* steps, uint8_t* values,
+               int64_t chunks, int64_t size) {
+  switch (size) {
+    case 1: return patch_set<uint8_t>(x, counts, places, steps, values, chunks);
+    case 2: return patch_set<uint16_t>(x, counts, places, steps, values, chunks);
+    case 4: return patch_set<uint32_t>(x, counts, places, steps, values, chunks);
+    default: return patch_set<uint64_t>(x, counts, places, steps, values, chunks);
+  }
+}
+
+// Splits zigzag codes into planes of bytes, or, if INVERSE, puts steps together from them.
+template <class T, bool INVERSE>
+void patch_zigzag(const uint8_t* from, uint8_t* to, int64_t k) {
+  using Signed = std::make_signed_t<T>;
+  constexpr int TOP = 8 * int(sizeof(T)) - 1;
+  for (int64_t j = 0; j < k; j++) {
+    if (INVERSE) {
+      T code = 0;
+      for (int b = 0; b < int(sizeof(T)); b++) code = T(code | T(T(from[j + b * k]) << (8 * b)));
+      set(reinterpret_cast<T*>(to), j, T((code >> 1) ^ T(0 - (code & 1))));
+    } else {
+      const T step = get(reinterpret_cast<const T*>(from), j), code = T(T(step << 1) ^ T(Signed(step) >> TOP));
+      for (int b = 0; b < int(sizeof(T)); b++) to[j + b * k] = uint8_t(code >> (8 * b));
+    }
+  }
+}
+
+template <bool INVERSE>
+void patch_zigzag(const uint8_t* from, uint8_t* to, int64_t k, int64_t size) {
+  switch (size) {
+    case 1: return patch_zigzag<uint8_t, INVERSE>(from, to, k);
+    case 2: return patch_zigzag<uint16_t, INVERSE>(from, to, k);
+    case 4: return patch_zigzag<uint32_t, INVERSE>(from, to, k);
+    default: return patch_zigzag<uint64_t, INVERSE>(from, to, k);
+  }
+}
+
+}  // namespace
+
+API void grace_patch_planes(const Loops*, const uint8_t* steps, uint8_t* out, int64_t k, int64_t size) {
+  patch_zigzag<false>(steps, out, k, size);
+}
+
+API void grace_patch_unplanes(const Loops*, const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size) {
+  patch_zigzag<true>(sent, steps, k, size);
+}
+
+API int64_t grace_patch_diff(const Loops* loops, const uint8_t* fresh, const uint8_t* base, int32_t* counts,
+                             uint16_t* places, uint8_t* values, uint8_t* steps, int64_t n, int64_t size) {
+  int64_t k = 0;
+  for (int64_t i = 0; i < n; i += PATCH_CHUNK) {
+    const int64_t found = loops->methods->patch_diff(fresh + i * size, base + i * size, std::min(PATCH_CHUNK, n - i), size,
+                                                     places + k, values + k * size, steps + k * size);
+    set(counts, i / PATCH_CHUNK, int32_t(found));
+    k += found;
+  }
+  return k;
+}
+
+API void grace_patch_step(const Loops*, uint8_t* x, const int32_t* counts, const uint16_t* places, const uint8_t* steps,
+                          uint8_t* values, int64_t chunks, int64_t size) {
+  patch_set(x, counts, places, steps, values, chunks, size);
+}
+
+API void grace_patch_write(const Loops*, uint8_t* x, const int32_t* counts, const uint16_t* places, const uint8_t* values,
+                           int64_t chunks, int64_t size) {
+  patch_set(x, counts, places, nullptr, const_cast<uint8_t*>(values), chunks, size);  // which then are only read
+}
+
+API int64_t grace_patch_places(const Loops*, const int32_t* counts, const uint16_t* places, uint8_t* out, int64_t chunks) {
+  int64_t k = 0;
+  uint8_t* to = out;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    const int64_t count = get(counts, chunk);
+    if (!count) continue;
+    const int64_t lower = patch_lower(count), low = (count * lower + 7) / 8;
+    const int64_t high = (count + (PATCH_CHUNK >> lower) + 7) / 8;
+    uint8_t* const upper = to + low;
+    memset(upper, 0, size_t(high));
+    uint64_t word = 0;
+    int64_t held = 0;
+    for (int64_t j = 0; j < count; j++, k++) {
+      const uint64_t place = get(places, k);
+      const int64_t mark = int64_t(place >> lower) + j;
+      upper[mark >> 3] |= uint8_t(1u << (mark & 7));
+      word |= (place & ((uint64_t(1) << lower) - 1)) << held;
+      held += lower;
+      if (held >= 32) {
+        const uint32_t part = uint32_t(word);
+        memcpy(to, &part, 4);  // little-endian
+        to += 4, word >>= 32, held -= 32;
+      }
+    }
+    for (; held > 0; held -= 8, word >>= 8) *to++ = uint8_t(word);
+    to = upper + high;
+  }
+  return to - out;
+}
+
+API int64_t grace_patch_unplaces(const Loops*, const int32_t* counts, const uint8_t* sent, uint16_t* places, int64_t chunks,
+                                 int64_t n) {
+  int64_t k = 0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    const int64_t count = get(counts, chunk);
+    if (!count) continue;
+    const int64_t lower = patch_lower(count), low = (count * lower + 7) / 8;
+    const int64_t marks = count + (PATCH_CHUNK >> lower), high = (marks + 7) / 8;
+    const int64_t words = std::min(PATCH_CHUNK, n - chunk * PATCH_CHUNK);
+    const uint8_t* const upper = sent + low;
+    int64_t j = 0, last = -1, bit = 0;
+    for (int64_t first = 0; first < 8 * high; first += 64) {
+      uint64_t left = 0;
+      memcpy(&left, upper + first / 8, size_t(std::min<int64_t>(8, high - first / 8)));
+      for (; left; left &= left - 1, j++, bit += lower) {
+        if (j == count) return 0;
+        uint32_t part = 0;
+        memcpy(&part, sent + bit / 8, size_t(std::min<int64_t>(4, low - bit / 8)));
+        const int64_t rest = (part >> (bit & 7)) & ((uint32_t(1) << lower) - 1);
+        const int64_t place = ((first + __builtin_ctzll(left) - j) << lower) | rest;
+        if (place <= last || place >= words) return 0;
+        last = place;
+        places[k++] = uint16_t(place);
+      }
+    }
+    if (j != count) return 0;
+    sent = upper + high;
+  }
+  return 1;
 }

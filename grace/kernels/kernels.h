@@ -177,6 +177,10 @@ struct MethodLoops {
                           uint8_t* codes, bool wide);
   void (*shared_int_values)(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out,
                             bool wide, bool stream);
+  // grace.patch. Compare n <= 65536 words of `size` bytes: write the places of those that differ, their new values, and
+  // steps = fresh - base. Returns their number.
+  int64_t (*patch_diff)(const uint8_t* fresh, const uint8_t* base, int64_t n, int64_t size, uint16_t* places,
+                        uint8_t* values, uint8_t* steps);
 };
 
 // Conventions. Pointers to floats need no alignment. residual may be null; otherwise it is added to x. A range of

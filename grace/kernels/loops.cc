@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "levels-inl.h"
 #include "methods-inl.h"
+#include "patch-inl.h"
 #include "rotations-inl.h"
 #include "signs-inl.h"
 #include "vectors-inl.h"
@@ -440,6 +441,7 @@ const grace::MethodLoops METHODS = {
     .bound_of = bound_of,
     .shared_int_emit = shared_int_emit,
     .shared_int_values = shared_int_values,
+    .patch_diff = patch_diff,
 };
 
 const grace::Loops LOOPS = {

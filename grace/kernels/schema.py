@@ -396,6 +396,44 @@ kernel(
     "Decode: out = codes / steps * scale; if x is not null, out = x - this (the residual). out may alias x.",
 )
 
+# ---- patches of weights: grace.patch ----
+
+CHANGES = "const int32_t* counts, const uint16_t* places"
+kernel(
+    "int64_t patch_diff(const uint8_t* fresh, const uint8_t* base, int32_t* counts, uint16_t* places, uint8_t* values, "
+    "uint8_t* steps, int64_t n, int64_t size)",
+    """Compare n words of `size` bytes (1, 2, 4 or 8). For those that differ, in each chunk of 65536 words: counts =
+    their number, places = their offsets in the chunk, values = the new words, steps = fresh - base modulo the word's
+    range. places, values and steps have room for n words. Returns the number of words that differ.""",
+)
+kernel(
+    f"void patch_step(uint8_t* x, {CHANGES}, const uint8_t* steps, uint8_t* values, int64_t chunks, int64_t size)",
+    "Step: x += steps at the places of all chunks; values = the results. Places must lie in x.",
+)
+kernel(
+    f"void patch_write(uint8_t* x, {CHANGES}, const uint8_t* values, int64_t chunks, int64_t size)",
+    "Write: x = values at the places of all chunks, which must lie in x.",
+)
+kernel(
+    "void patch_planes(const uint8_t* steps, uint8_t* out, int64_t k, int64_t size)",
+    """Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1, in planes: the lowest bytes of all k codes,
+    then the next ones, and so on.""",
+)
+kernel(
+    "void patch_unplanes(const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size)",
+    "Decode what patch_planes has written.",
+)
+kernel(
+    f"int64_t patch_places({CHANGES}, uint8_t* out, int64_t chunks)",
+    """Encode the places of each chunk in the Elias-Fano code (grace.patch.delta.write_places). Returns the number of
+    bytes written.""",
+)
+kernel(
+    "int64_t patch_unplaces(const int32_t* counts, const uint8_t* sent, uint16_t* places, int64_t chunks, int64_t n)",
+    """Decode what patch_places has written for n words. counts, 0 .. 65536 each, must fit the size of `sent`. Returns
+    1; or 0 if places do not ascend within their chunks, in which case they are undefined.""",
+)
+
 
 HEAD = """\
 // The C interface of the kernels. `python -m grace.kernels.schema` writes this file from schema.py.

@@ -43,7 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Import these modules on first use; `torch`, `tensorflow`, `keras` and `jax` import their toolkit.
     if (
-        name in ("torch", "tensorflow", "keras", "jax", "checkpoint", "elastic", "local", "trackers")
+        name in ("torch", "tensorflow", "keras", "jax", "checkpoint", "elastic", "local", "patch", "trackers")
         or f"grace.{name}" in ALIASES
     ):
         return importlib.import_module(f"grace.{name}")

@@ -24,7 +24,10 @@ FLOORS = (
     ("kernels",),
     ("backends",),
     ("engine",),
-    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "start", "testing", "trackers"),
+    (
+        *("checkpoint", "factory", "gossip", "local", "patch", "planner"),
+        *("simulate", "stages", "start", "testing", "trackers"),
+    ),
     ("elastic", "factorize", "jax", "keras", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )

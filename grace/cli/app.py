@@ -16,6 +16,7 @@ from grace.cli import catalog, inputs
 from grace.cli import cluster as cluster_
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
+from grace.cli import patch as patch_
 from grace.cli import plan as plan_
 from grace.cli import report as report_
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_.app)
+app.add_typer(patch_.app)
 app.command()(plan_.plan)
 app.command()(advise_.advise)
 app.command()(report_.report)

@@ -104,7 +104,6 @@ else:
     patch = grace.patch.load(folder / "patches")
     print("ready", flush=True)
     grace.patch.apply(patch, folder / "target")
-print("done", flush=True)
 """
 
 
@@ -178,15 +177,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--damaged", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=("damaged", "killed"), help="do this part anew")
+    parser.add_argument("--json", type=Path, help="where to store the result")
     options = parser.parse_args()
     found: dict[str, Any] = {"damaged": {}, "killed": {}}
-    for number, encoding in enumerate(ENCODINGS):
+    if options.json and options.json.exists():
+        found |= json.loads(options.json.read_text())
+    for number, encoding in enumerate(ENCODINGS if options.only != "killed" else ()):
         with tempfile.TemporaryDirectory() as folder:
             count = options.damaged // 3 + (number < options.damaged % 3)
             found["damaged"][encoding] = fuzz(Path(folder), encoding, count, number)
             print(encoding, found["damaged"][encoding], flush=True)
-    for kind in ("save", "apply"):
+    for kind in ("save", "apply") if options.only != "damaged" else ():
         with tempfile.TemporaryDirectory() as folder:
             found["killed"][kind] = kills(Path(folder), kind, options.kills)
             print(kind, found["killed"][kind], flush=True)

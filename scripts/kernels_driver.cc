@@ -236,10 +236,11 @@ void sparse(int64_t n, int64_t swap) {
     grace_patch_write(loops, fresh.data(), counts_of.data(), places.data(), values.data(), chunks, bytes);
     values.resize(size(changed * bytes)), steps.resize(size(changed * bytes));
     places.resize(size(changed)), back.resize(size(changed));
-    Bytes flat(steps.size()), again(steps.size());
-    grace_patch_planes(loops, steps.data(), flat.data(), changed, bytes);
-    grace_patch_unplanes(loops, flat.data(), again.data(), changed, bytes);
-    tell("patch", n, bytes, counts_of, code, values, flat, Longs{again == steps, changed, valid, old == fresh, places == back});
+    Bytes flat(size((changed + 1) / 2)), large(steps.size()), again(steps.size());
+    const int64_t beyond = grace_patch_nibbles(loops, steps.data(), flat.data(), large.data(), changed, bytes);
+    large.resize(size(beyond * bytes));
+    grace_patch_unnibbles(loops, flat.data(), large.data(), again.data(), changed, beyond, bytes);
+    tell("patch", n, bytes, counts_of, code, values, flat, large, Longs{again == steps, changed, valid, old == fresh, places == back});
   }
 
   for (float bound : {0.25f, 1e-6f}) {

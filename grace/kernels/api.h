@@ -358,12 +358,16 @@ void grace_patch_step(const grace::Loops* loops, uint8_t* x, const int32_t* coun
 void grace_patch_write(const grace::Loops* loops, uint8_t* x, const int32_t* counts, const uint16_t* places,
                        const uint8_t* values, int64_t chunks, int64_t size);
 
-// Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1, in planes: the lowest bytes of all k codes, then
-// the next ones, and so on.
-void grace_patch_planes(const grace::Loops* loops, const uint8_t* steps, uint8_t* out, int64_t k, int64_t size);
+// Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1: out[(k + 1) / 2] = the codes in 4 bits each, the
+// first in the lower ones; 15 stands for codes of 15 and more, which go to `large`, with room for k words. Returns
+// their number.
+int64_t grace_patch_nibbles(const grace::Loops* loops, const uint8_t* steps, uint8_t* out, uint8_t* large, int64_t k,
+                            int64_t size);
 
-// Decode what patch_planes has written.
-void grace_patch_unplanes(const grace::Loops* loops, const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size);
+// Decode what patch_nibbles has written, with `many` large codes. Returns 1, or 0 if their number is another; steps are
+// undefined then.
+int64_t grace_patch_unnibbles(const grace::Loops* loops, const uint8_t* sent, const uint8_t* large, uint8_t* steps,
+                              int64_t k, int64_t many, int64_t size);
 
 // Encode the places of each chunk in the Elias-Fano code (grace.patch.delta.write_places). Returns the number of bytes
 // written.
@@ -386,4 +390,4 @@ int64_t grace_patch_unplaces(const grace::Loops* loops, const int32_t* counts, c
   X(demo_left) X(finite) X(gathered) X(words) X(noise_table) X(stream_keys) X(rows) X(lowrank_product) \
   X(lowrank_part) X(lowrank_left) X(lowrank_right) X(adaq_count) X(adaq_encode) X(adaq_mean) X(inceptionn_count) \
   X(inceptionn_encode) X(inceptionn_mean) X(shared_int_encode) X(shared_int_values) X(patch_diff) X(patch_step) \
-  X(patch_write) X(patch_planes) X(patch_unplanes) X(patch_places) X(patch_unplaces)
+  X(patch_write) X(patch_nibbles) X(patch_unnibbles) X(patch_places) X(patch_unplaces)

@@ -870,41 +870,56 @@ void patch_set(uint8_t* x, const int32_t* counts, const uint16_t* places, const 
   }
 }
 
-// Splits zigzag codes into planes of bytes, or, if INVERSE, puts steps together from them.
-template <class T, bool INVERSE>
-void patch_zigzag(const uint8_t* from, uint8_t* to, int64_t k) {
+constexpr int LARGE_STEP = 15;  // the code of 4 bits that stands for larger ones
+
+template <class T>
+int64_t patch_encode(const uint8_t* steps, uint8_t* out, uint8_t* large, int64_t k) {
   using Signed = std::make_signed_t<T>;
   constexpr int TOP = 8 * int(sizeof(T)) - 1;
+  int64_t many = 0;
   for (int64_t j = 0; j < k; j++) {
-    if (INVERSE) {
-      T code = 0;
-      for (int b = 0; b < int(sizeof(T)); b++) code = T(code | T(T(from[j + b * k]) << (8 * b)));
-      set(reinterpret_cast<T*>(to), j, T((code >> 1) ^ T(0 - (code & 1))));
-    } else {
-      const T step = get(reinterpret_cast<const T*>(from), j), code = T(T(step << 1) ^ T(Signed(step) >> TOP));
-      for (int b = 0; b < int(sizeof(T)); b++) to[j + b * k] = uint8_t(code >> (8 * b));
-    }
+    const T step = get(reinterpret_cast<const T*>(steps), j), code = T(T(step << 1) ^ T(Signed(step) >> TOP));
+    const uint8_t part = uint8_t(std::min<T>(code, LARGE_STEP));
+    if (code >= LARGE_STEP) set(reinterpret_cast<T*>(large), many++, code);
+    out[j / 2] = uint8_t(j % 2 ? out[j / 2] | part << 4 : part);
   }
+  return many;
 }
 
-template <bool INVERSE>
-void patch_zigzag(const uint8_t* from, uint8_t* to, int64_t k, int64_t size) {
-  switch (size) {
-    case 1: return patch_zigzag<uint8_t, INVERSE>(from, to, k);
-    case 2: return patch_zigzag<uint16_t, INVERSE>(from, to, k);
-    case 4: return patch_zigzag<uint32_t, INVERSE>(from, to, k);
-    default: return patch_zigzag<uint64_t, INVERSE>(from, to, k);
+template <class T>
+int64_t patch_decode(const uint8_t* sent, const uint8_t* large, uint8_t* steps, int64_t k, int64_t many) {
+  int64_t used = 0;
+  for (int64_t j = 0; j < k; j++) {
+    T code = T(sent[j / 2] >> (j % 2 ? 4 : 0) & 15);
+    if (code == LARGE_STEP) {
+      if (used == many) return 0;
+      code = get(reinterpret_cast<const T*>(large), used++);
+    }
+    set(reinterpret_cast<T*>(steps), j, T((code >> 1) ^ T(0 - (code & 1))));
   }
+  return used == many;
 }
 
 }  // namespace
 
-API void grace_patch_planes(const Loops*, const uint8_t* steps, uint8_t* out, int64_t k, int64_t size) {
-  patch_zigzag<false>(steps, out, k, size);
+API int64_t grace_patch_nibbles(const Loops*, const uint8_t* steps, uint8_t* out, uint8_t* large, int64_t k,
+                                int64_t size) {
+  switch (size) {
+    case 1: return patch_encode<uint8_t>(steps, out, large, k);
+    case 2: return patch_encode<uint16_t>(steps, out, large, k);
+    case 4: return patch_encode<uint32_t>(steps, out, large, k);
+    default: return patch_encode<uint64_t>(steps, out, large, k);
+  }
 }
 
-API void grace_patch_unplanes(const Loops*, const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size) {
-  patch_zigzag<true>(sent, steps, k, size);
+API int64_t grace_patch_unnibbles(const Loops*, const uint8_t* sent, const uint8_t* large, uint8_t* steps, int64_t k,
+                                  int64_t many, int64_t size) {
+  switch (size) {
+    case 1: return patch_decode<uint8_t>(sent, large, steps, k, many);
+    case 2: return patch_decode<uint16_t>(sent, large, steps, k, many);
+    case 4: return patch_decode<uint32_t>(sent, large, steps, k, many);
+    default: return patch_decode<uint64_t>(sent, large, steps, k, many);
+  }
 }
 
 API int64_t grace_patch_diff(const Loops* loops, const uint8_t* fresh, const uint8_t* base, int32_t* counts,

@@ -415,13 +415,16 @@ kernel(
     "Write: x = values at the places of all chunks, which must lie in x.",
 )
 kernel(
-    "void patch_planes(const uint8_t* steps, uint8_t* out, int64_t k, int64_t size)",
-    """Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1, in planes: the lowest bytes of all k codes,
-    then the next ones, and so on.""",
+    "int64_t patch_nibbles(const uint8_t* steps, uint8_t* out, uint8_t* large, int64_t k, int64_t size)",
+    """Encode steps of `size` bytes as zigzag codes, 2 step or -2 step - 1: out[(k + 1) / 2] = the codes in 4 bits each,
+    the first in the lower ones; 15 stands for codes of 15 and more, which go to `large`, with room for k words. Returns
+    their number.""",
 )
 kernel(
-    "void patch_unplanes(const uint8_t* sent, uint8_t* steps, int64_t k, int64_t size)",
-    "Decode what patch_planes has written.",
+    "int64_t patch_unnibbles(const uint8_t* sent, const uint8_t* large, uint8_t* steps, int64_t k, int64_t many, "
+    "int64_t size)",
+    """Decode what patch_nibbles has written, with `many` large codes. Returns 1, or 0 if their number is another; steps
+    are undefined then.""",
 )
 kernel(
     f"int64_t patch_places({CHANGES}, uint8_t* out, int64_t chunks)",

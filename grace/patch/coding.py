@@ -1,25 +1,23 @@
 """The encodings of a tensor's changes. "xor" and "overwrite" are those of the shared format, "steps" is GRACE's own.
 
 "xor": zstd of new XOR base over all bytes. "overwrite": zstd of the number of changed bytes, uint32, their positions,
-uint32 each, and their new values. "steps": a head of five numbers, int64 each (words, bytes per word, and the lengths
-of the three parts that follow); zstd of each chunk's count, int32; the Elias-Fano code of the places; zstd of the byte
-planes of the zigzag steps (grace.patch.delta). All numbers are little-endian.
+uint32 each, and their new values. "steps": the number of words, the bytes of a word, and each chunk's count, in 7 bits
+per byte from the lowest on, the top bit set if more follow (LEB128); the Elias-Fano code of the places; zstd of the
+zigzag steps (`grace.patch.delta`). All numbers are little-endian.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from grace.patch.delta import CHUNK, Delta, chunks_of, compare, planes, read_places, steps_of, write_places
+from grace.patch.delta import Delta, chunks_of, compare, read_places, read_steps, write_places, write_steps
 from grace.patch.files import bits, pack, unpack
 
 Array = Any
 ENCODINGS = ("steps", "xor", "overwrite")
-HEAD = 5 * 8
 
 
 def encode(delta: Delta, encoding: str) -> bytes:
@@ -28,13 +26,33 @@ def encode(delta: Delta, encoding: str) -> bytes:
 
 
 def _steps(delta: Delta) -> bytes:
-    parts = (
-        pack(delta.counts.astype("<i4", copy=False)),
-        write_places(delta.counts, delta.places).tobytes(),
-        pack(planes(delta.steps)),
-    )
-    head = np.array([delta.size, delta.steps.itemsize, *map(len, parts)], "<i8")
-    return b"".join((head.tobytes(), *parts))
+    small, large = write_steps(delta.steps)
+    # The bytes of large codes in planes: their upper ones are alike.
+    planes = large.view(np.uint8).reshape(-1, large.itemsize).T
+    head = _numbers([delta.size, large.itemsize, *delta.counts.tolist()])
+    places = write_places(delta.counts, delta.places)
+    return head + places.tobytes() + pack(small.tobytes() + planes.tobytes())
+
+
+def _numbers(values: Iterable[int]) -> bytes:
+    found = bytearray()
+    for value in values:
+        while value > 127:
+            found.append(value & 127 | 128)
+            value >>= 7
+        found.append(value)
+    return bytes(found)
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    # Returns a number, and where the next one begins. IndexError if it is cut off.
+    value = shift = 0
+    while data[at] > 127:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if shift > 56:
+            raise ValueError("a number of its head is too large")
+    return value | data[at] << shift, at + 1
 
 
 def _mixed(delta: Delta) -> Array:
@@ -66,7 +84,7 @@ ENCODERS: dict[str, Callable[[Delta], bytes]] = {"steps": _steps, "xor": _xor, "
 def decode(data: memoryview, encoding: str, base: Array, paired: bool = False) -> Delta:
     """The inverse of `encode`, for the words that it was made from. Raises ValueError for damaged bytes."""
     if encoding == "steps":
-        found = read_steps(data)
+        found = read(data)
         if (found.size, found.steps.itemsize) != (base.size, base.itemsize):
             raise ValueError(
                 f"it is of {found.size} words of {found.steps.itemsize} bytes, not {base.size} of {base.itemsize}"
@@ -90,24 +108,23 @@ def decode(data: memoryview, encoding: str, base: Array, paired: bool = False) -
     return compare(new, base, paired=paired)
 
 
-def read_steps(data: memoryview) -> Delta:
+def read(data: memoryview) -> Delta:
     """The changes that "steps" holds, without the new values, for which it takes the base."""
-    if len(data) < HEAD:
-        raise ValueError("it is cut off")
-    size, width, *lengths = map(int, np.frombuffer(data, "<i8", 5))
-    if size < 0 or width not in (1, 2, 4, 8) or min(lengths) < 0 or HEAD + sum(lengths) != len(data):
-        raise ValueError("its head does not fit its length")
-    ends = np.cumsum([HEAD, *lengths]).tolist()
-    packed, places, steps = (data[begin:end] for begin, end in pairwise(ends))
-    chunks = chunks_of(size)
-    counted = unpack(packed, 4 * chunks)
-    if len(counted) != 4 * chunks:
-        raise ValueError(f"{len(counted)} bytes of counts for {chunks} chunks")
-    counts = np.frombuffer(counted, "<i4").astype(np.int32)
-    if size % CHUNK and counts[-1] > size % CHUNK:
-        raise ValueError("counts do not fit the tensor")
-    found = read_places(counts, bits(places), size)
-    sent = unpack(steps, found.size * width)
-    if len(sent) != found.size * width:
-        raise ValueError(f"{len(sent)} bytes of steps for {found.size} places")
-    return Delta(size, counts, found, steps_of(bits(sent), width), None)
+    try:
+        size, at = _number(data, 0)
+        width, at = _number(data, at)
+        if width not in (1, 2, 4, 8) or chunks_of(size) > len(data):
+            raise ValueError("its head does not fit its length")
+        counts = np.empty(chunks_of(size), np.int32)
+        for chunk in range(counts.size):
+            counts[chunk], at = _number(data, at)
+    except (IndexError, OverflowError) as error:
+        raise ValueError("its head is cut off, or too large") from error
+    found, end = read_places(counts, bits(data)[at:], size)
+    k = found.size
+    sent = unpack(data[at + end :], (k + 1) // 2 + k * width)
+    large = np.frombuffer(sent, np.uint8)[(k + 1) // 2 :]
+    if len(sent) < (k + 1) // 2 or large.size % width:
+        raise ValueError(f"{len(sent)} bytes of steps for {k} places")
+    words = np.ascontiguousarray(large.reshape(width, -1).T).reshape(-1).view(f"u{width}")
+    return Delta(size, counts, found, read_steps(bits(sent)[: (k + 1) // 2], words, k), None)

@@ -164,19 +164,22 @@ def write_places(counts: Array, places: Array) -> Array:
     return out
 
 
-def read_places(counts: Array, sent: Array, n: int) -> Array:
-    """The inverse of `write_places`: uint16[k]. Raises ValueError for what it cannot have written for n words."""
+def read_places(counts: Array, sent: Array, n: int) -> tuple[Array, int]:
+    """The inverse of `write_places`: uint16[k], and the number of bytes that were read.
+
+    Raises ValueError for what `write_places` cannot have written for n words.
+    """
     if len(counts) != chunks_of(n) or (counts < 0).any() or (counts > CHUNK).any():
         raise ValueError("counts do not fit the tensor")
     starts = coded_size(counts)
-    if int(starts[-1]) != sent.size:
-        raise ValueError(f"{sent.size} bytes of positions where {int(starts[-1])} were written")
+    if int(starts[-1]) > sent.size:
+        raise ValueError(f"{sent.size} bytes where {int(starts[-1])} of positions were written")
     places = np.empty(int(counts.sum(dtype=np.int64)), np.uint16)
     kernels = library()
     if kernels is not None:
         if not kernels.patch_unplaces(*(each.ctypes.data for each in (counts, sent, places)), len(counts), n):
             raise ValueError("positions do not ascend within their chunks")
-        return places
+        return places, int(starts[-1])
     done = 0
     for chunk in np.flatnonzero(counts).tolist():
         c, lower = int(counts[chunk]), int(lower_of(counts[chunk : chunk + 1])[0])
@@ -191,31 +194,44 @@ def read_places(counts: Array, sent: Array, n: int) -> Array:
             raise ValueError("positions do not ascend within their chunks")
         places[done : done + c] = here
         done += c
-    return places
+    return places, int(starts[-1])
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-def planes(steps: Array) -> Array:
-    """uint8[size * k]: the lowest bytes of all zigzag codes, then the next ones, and so on. Small steps of either sign
-    have small codes."""
+LARGE = 15
+"""The code of four bits that stands for larger ones."""
+
+
+def write_steps(steps: Array) -> tuple[Array, Array]:
+    """Zigzag codes, so that small steps of either sign are small: 2 step, or -2 step - 1.
+
+    Returns uint8[(k + 1) / 2], four bits each, the first code in the lower ones; and the words of the codes of `LARGE`
+    and more, for which the four bits are `LARGE`. A byte for two codes lets zstd spend less than a bit on a code.
+    """
     kernels = library()
     if kernels is not None:
-        out = np.empty(steps.nbytes, np.uint8)
-        kernels.patch_planes(steps.ctypes.data, out.ctypes.data, steps.size, steps.itemsize)
-        return out
-    top = steps.itemsize * 8 - 1
-    sign = (steps.view(f"i{steps.itemsize}") >> top).view(steps.dtype)
+        out, large = np.empty((steps.size + 1) // 2, np.uint8), np.empty_like(steps)
+        many = kernels.patch_nibbles(*(each.ctypes.data for each in (steps, out, large)), steps.size, steps.itemsize)
+        return out, large[:many]
+    sign = (steps.view(f"i{steps.itemsize}") >> (steps.itemsize * 8 - 1)).view(steps.dtype)
     codes = (steps << np.array(1, steps.dtype)) ^ sign
-    return np.ascontiguousarray(codes.view(np.uint8).reshape(-1, steps.itemsize).T).reshape(-1)
+    small = np.minimum(codes, LARGE).astype(np.uint8)
+    small = np.append(small, np.zeros(steps.size % 2, np.uint8))
+    return small[::2] | (small[1::2] << np.uint8(4)), codes[codes >= LARGE]
 
 
-def steps_of(sent: Array, size: int) -> Array:
-    """The inverse of `planes`."""
-    kernels = library()
+def read_steps(sent: Array, large: Array, k: int) -> Array:
+    """The inverse of `write_steps`: [k]. Raises ValueError for another number of large codes."""
+    steps, kernels = np.empty(k, large.dtype), library()
     if kernels is not None:
-        steps = np.empty(sent.size // size, f"u{size}")
-        kernels.patch_unplanes(sent.ctypes.data, steps.ctypes.data, steps.size, size)
+        addresses = (each.ctypes.data for each in (sent, large, steps))
+        if not kernels.patch_unnibbles(*addresses, k, large.size, steps.itemsize):
+            raise ValueError(f"steps do not fit {large.size} large ones")
         return steps
-    codes = np.ascontiguousarray(sent.reshape(size, -1).T).reshape(-1).view(f"u{size}")
+    codes = np.stack([sent & np.uint8(15), sent >> np.uint8(4)], 1).reshape(-1)[:k].astype(large.dtype)
+    where = np.flatnonzero(codes == LARGE)
+    if where.size != large.size:
+        raise ValueError(f"steps do not fit {large.size} large ones")
+    codes[where] = large
     one = np.array(1, codes.dtype)
     return (codes >> one) ^ (np.array(0, codes.dtype) - (codes & one))

@@ -10,12 +10,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from grace.patch.checkpoints import Folder
 from grace.patch.files import INDEX
 from grace.patch.folders import save_whole
 
-ROOT = Path(__file__).parents[1]
 ENCODINGS = ("steps", "xor", "overwrite")
 
 
@@ -91,31 +87,24 @@ def fuzz(folder: Path, encoding: str, count: int, seed: int = 0) -> dict[str, in
     return found
 
 
-SCRIPT = """
-import sys, pathlib, grace
-from benchmarks.patch_faults import tensors
-kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-if kind == "save":
-    base, new = tensors(0, 400_000)
-    patch = grace.patch.diff(new, base)
-    print("ready", flush=True)
-    grace.patch.save(patch, folder / "patches", 7, 6)
-else:
-    patch = grace.patch.load(folder / "patches")
-    print("ready", flush=True)
-    grace.patch.apply(patch, folder / "target")
-"""
+def work(kind: str, folder: Path) -> None:
+    """What a process does that may be killed: save a patch, or apply one to a folder."""
+    if kind == "save":
+        base, new = tensors(0, 400_000)
+        grace.patch.save(grace.patch.diff(new, base), folder / "patches", 7, 6)
+    else:
+        grace.patch.apply(grace.patch.load(folder / "patches"), folder / "target")
 
 
-@contextmanager
-def child(kind: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that saves or applies, after it has said that it is ready; waits for its end."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", SCRIPT, kind, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
+def child(kind: str, folder: Path) -> int:
+    """Start a process that does the work; returns its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work(kind, folder)
+        finally:
+            os._exit(0)
+    return pid
 
 
 def kills(folder: Path, kind: str, count: int, seed: int = 0) -> dict[str, int]:
@@ -154,21 +143,21 @@ def kills(folder: Path, kind: str, count: int, seed: int = 0) -> dict[str, int]:
         return "between" if not equal(held, version) else "old" if here.version == 6 else "new"
 
     reset()
-    with child(kind, folder):
-        began = time.perf_counter()
+    began = time.perf_counter()
+    os.waitpid(child(kind, folder), 0)
     whole = time.perf_counter() - began
     rng = np.random.default_rng(seed)
     found = dict.fromkeys(("old", "new", "between", "went on"), 0)
     for _ in range(count):
         reset()
-        with child(kind, folder) as process:
-            time.sleep(float(rng.random()) * whole)
-            process.send_signal(signal.SIGKILL)
+        pid = child(kind, folder)
+        time.sleep(float(rng.random()) * whole)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         found[state()] += 1
         # What was left behind does not disturb the next one.
         if state() == "old":
-            with child(kind, folder):
-                pass
+            os.waitpid(child(kind, folder), 0)
             found["went on"] += state() == "new"
     return found
 

@@ -477,3 +477,16 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs xxhash: pip install '\.\[patch\]'"):
         grace.patch.diff(*two())
+
+
+def test_the_page_has_the_tables_of_the_stored_results():
+    from benchmarks.patch import RESULT, tables
+
+    page = (ROOT / "docs" / "patch.md").read_text()
+    for name, table in tables(json.loads(RESULT.read_text())).items():
+        assert table in page, f"{name}: python -m benchmarks.patch --show"
+    stored = json.loads(RESULT.with_name("patch-faults.json").read_text())
+    refused = sum(each["refused"] for each in stored["damaged"].values())
+    assert f"{refused:,} refused" in page
+    assert sum(sum(each.values()) for each in stored["damaged"].values()) == 10_000
+    assert [each["between"] for each in stored["killed"].values()] == [0, 0]

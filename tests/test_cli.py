@@ -495,7 +495,7 @@ def test_help_is_there_by_its_short_name(words):
 def test_json_means_the_same_in_every_command():
     flags = [words for words, option in options(bool) if option == "--json"]
     assert flags == [words for words, _ in commands()]
-    assert len(flags) == 9
+    assert len(flags) == 13
 
 
 def test_json_alone_is_printed(files, monkeypatch):

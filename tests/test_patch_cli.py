@@ -45,6 +45,10 @@ def test_from_diff_to_apply(checkpoints):
     assert f"{found['bytes']:,}" in grace_patch("info", folder / "patches").output
     before = held(folder / "base")
     assert "to version 1" in grace_patch("verify", folder / "patches", folder / "base").output
+    assert json.loads(grace_patch("verify", folder / "patches", folder / "base", "--json").stdout) | {"path": 0} == {
+        **found,
+        "path": 0,
+    }
     assert same(held(folder / "base"), before)
     assert "has version 1 now" in grace_patch("apply", folder / "patches", folder / "base").output
     assert same(held(folder / "base"), held(folder / "new"))

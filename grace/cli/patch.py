@@ -55,6 +55,7 @@ def apply(
     target: Annotated[Path, typer.Argument(help="The checkpoint to change, whole or not at all.")],
     version: Version = None,
     threads: Threads = 1,
+    as_json: inputs.AsJson = False,
 ) -> None:
     """Bring a checkpoint to a patch's version."""
     import grace
@@ -62,7 +63,10 @@ def apply(
     with _refused(), _progress("Checking", _size(target)) as step:
         loaded = grace.patch.load(patch, version)
         grace.patch.apply(loaded, target, threads=threads, progress=step)
-    inputs.console().print(f"{target} has version {loaded.version} now")
+    if as_json:
+        _show(loaded, patch, as_json)
+    else:
+        inputs.console().print(f"{target} has version {loaded.version} now")
 
 
 @app.command("info")
@@ -75,7 +79,13 @@ def info(patch: PatchFolder, version: Version = None, as_json: inputs.AsJson = F
 
 
 @app.command("verify")
-def verify(patch: PatchFolder, base: BaseFolder, version: Version = None, threads: Threads = 1) -> None:
+def verify(
+    patch: PatchFolder,
+    base: BaseFolder,
+    version: Version = None,
+    threads: Threads = 1,
+    as_json: inputs.AsJson = False,
+) -> None:
     """Check a patch and all checksums of its result against a checkpoint, which stays as it is."""
     import grace
     from grace.patch.changes import prepare, source
@@ -84,7 +94,10 @@ def verify(patch: PatchFolder, base: BaseFolder, version: Version = None, thread
     with _refused(), _progress("Checking", _size(base)) as step:
         loaded = grace.patch.load(patch, version)
         prepare(loaded, source(base), version=Folder(base).version, threads=threads, progress=step)
-    inputs.console().print(f"the patch leads from {base} to version {loaded.version}")
+    if as_json:
+        _show(loaded, patch, as_json)
+    else:
+        inputs.console().print(f"the patch leads from {base} to version {loaded.version}")
 
 
 def _size(folder: Path) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from grace.backends.base import Backend
 from grace.core import Array
 from grace.core.policy import Cost
@@ -66,6 +64,8 @@ def _samples(way: Way, shapes: Counter[tuple[int, ...]]) -> Iterator[tuple[tuple
 
 def _step(way: Way, shape: tuple[int, ...], xp: Backend, make: Callable[..., Any]) -> tuple[float, float, float, float]:
     # Returns the bytes and seconds of a step of one worker, and the squared norms of its error and of its gradient.
+    import numpy as np
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already issued for the training itself
         grace = make(way.method, triple("none")[1], LocalTransport(World(1)), Options(min_numel=0))

@@ -30,13 +30,13 @@ def method_of(name):
     [
         ("topk", 1, 1, "Allgather()"),
         ("topk", 2, 1, "Allgather()"),
-        ("topk", 3, 1, "TwoStage(min_shard=16384)"),
-        ("topk", 8, 8, "TwoStage(min_shard=16384)"),
-        ("topk", 8, 4, "Hierarchical(outer=Allgather(), node_size=4)"),
-        ("topk", 7, 4, "TwoStage(min_shard=16384)"),
+        ("topk", 3, 1, "TwoStage(min_shard=16384, levels=1)"),
+        ("topk", 8, 8, "TwoStage(min_shard=16384, levels=1)"),
+        ("topk", 8, 4, "Hierarchical(outer=Allgather(), node_size=4, outer_levels=1)"),
+        ("topk", 7, 4, "TwoStage(min_shard=16384, levels=1)"),
         ("powersgd", 8, 4, "Allreduce()"),
         ("fp16", 8, 1, "Allreduce()"),
-        ("bf16", 8, 1, "TwoStage(min_shard=16384)"),
+        ("bf16", 8, 1, "TwoStage(min_shard=16384, levels=1)"),
         ("atomo", 8, 1, "Allgather()"),
     ],
 )

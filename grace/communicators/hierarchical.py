@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from grace.core import Array, Context, Program, State, Transport, name_of
-from grace.core.collectives import AllToAll, Gather
+from grace.core.collectives import AllToAll, Collective, Gather
 from grace.core.communicator import Communicator, machine_size
 from grace.core.method import Method, materialize
 from grace.core.registry import communicators, register
@@ -28,18 +28,28 @@ class Hierarchical(Communicator):
     tensor's shape, shards are cut along the first axis, otherwise at any block boundary.
     ``outer``: the name of the communicator between machines; empty: the default (``auto``).
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
+    ``outer_levels``: ``levels`` of ``outer`` "twostage".
     """
 
     rounds = 3
     outer: Any = ""
     node_size: int = 0
+    outer_levels: int = 1
+
+    def __post_init__(self) -> None:
+        if self.outer_levels != 1 and isinstance(self.outer, str) and self.outer not in ("twostage", "alltoall"):
+            raise ValueError(
+                f"outer_levels={self.outer_levels!r} needs outer 'twostage', not {self.outer or 'auto'!r}: name it, or "
+                "leave outer_levels out"
+            )
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
         size = machine_size("hierarchical", self.node_size, transport)
         outer = self.outer
         if not isinstance(outer, Communicator):
-            outer = communicators.find(outer or "auto")()
-        machines: Any = SimpleNamespace(size=transport.size // size, node_size=1, splits=False)
+            levels = {"levels": self.outer_levels} if self.outer_levels != 1 else {}
+            outer = communicators.find(outer or "auto")(**levels)
+        machines: Any = SimpleNamespace(size=transport.size // size, node_size=1, splits=False, link=transport.link)
         return replace(self, outer=outer.resolve(method, machines), node_size=size)
 
     def check(self, method: Method, world_size: int) -> None:
@@ -54,6 +64,8 @@ class Hierarchical(Communicator):
 
     def create_groups(self, transport: Transport) -> None:
         transport.split(self.node_size)
+        if (grid := self.outer.grid(transport.size // self.node_size)) is not None:
+            transport.split_grid(grid, self.node_size)
 
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self.cross(method, ctx, place)) for place in range(self.node_size))
@@ -90,8 +102,13 @@ class Hierarchical(Communicator):
         return replace(shard, rank=ctx.rank // self.node_size, world_size=len(workers), _workers=workers)
 
 
+def crossing(asked: Collective) -> Collective:
+    """The same collective between machines: in the group "cross", or on a line of a grid of machines."""
+    return replace(asked, group="cross" if asked.group == "world" else f"cross.{asked.group}")
+
+
 def across(program: Program[T]) -> Program[T]:
-    """The same program, with its collectives in the group "cross"."""
+    """The same program, with its collectives between machines."""
     answer = None
     while True:
         try:
@@ -99,6 +116,6 @@ def across(program: Program[T]) -> Program[T]:
         except StopIteration as stop:
             return stop.value
         if isinstance(asked, tuple):
-            answer = yield tuple(replace(each, group="cross") for each in asked)
+            answer = yield tuple(map(crossing, asked))
         else:
-            answer = yield replace(asked, group="cross")
+            answer = yield crossing(asked)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from zlib import crc32
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, join, name_of, scope
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Transport, join, name_of, scope
 from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, refuse_agreed
+from grace.core.grid import Grid, factors
 from grace.core.method import Method
 from grace.core.registry import register
 from grace.core.sharding import cuts, cuttable, shards
@@ -23,19 +24,50 @@ class TwoStage(Communicator):
     A worker receives the bytes of 2 (N - 1) / N payloads, less than two for any number of workers N. Blockwise payloads
     are cut at block boundaries; other methods compress each shard separately, with its own scale, threshold or number
     of elements. The second compression has a memory of its own, so error feedback recovers its error as well.
+    With ``levels`` k above 1 the workers form a grid of k dimensions: those of a row average shards and compress the
+    means again, those of a column average these, and so on; the last means go back the same way, without another
+    compression. A worker then sends about 2 k N^(1/k) messages instead of 2 (N - 1), of as many bytes in total, and
+    compresses k + 1 times instead of twice. Each compression has a memory of its own. Over Horovod this needs
+    ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` before ``hvd.init()``.
     ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
     on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
+    ``levels``: dimensions of the grid, 1 or more; fewer if N has fewer prime factors, as the report says.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
     "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
     so that all have equally many elements, with at most 6 k elements of traffic; here each shard sends its share of k.
     """
 
-    rounds = 2
     min_shard: int = 0
+    levels: int = 1
 
     def __post_init__(self) -> None:
         if self.min_shard < 0:
             raise ValueError(f"min_shard={self.min_shard!r} must be 0 or more")
+        if self.levels < 1:
+            raise ValueError(f"levels={self.levels!r} must be 1 or more")
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        """Two rounds for each level."""
+        return 2 * self.levels
+
+    def resolve(self, method: Method, transport: Transport) -> TwoStage:
+        return replace(self, levels=len(factors(transport.size, self.levels)))
+
+    def choice(self, method: Method, transport: Transport) -> str:
+        return "" if self.levels == 1 else self.described(transport.size)
+
+    def described(self, workers: int) -> str:
+        """The grid, and the number of messages that a worker sends for each bucket."""
+        grid = self.grid(workers)
+        count = len(grid.dims)
+        found = f"{count} level{'s' * (count > 1)}"
+        if count < self.levels:
+            found += f" instead of {self.levels}, as {workers} has no more prime factors"
+        return found if count == 1 else f"{found}, a grid of {grid}: {grid.messages} messages per worker"
+
+    def grid(self, workers: int) -> Grid:
+        return Grid(factors(workers, self.levels))
 
     def check(self, method: Method, world_size: int) -> None:
         refuse_agreed("twostage", method)
@@ -77,50 +109,92 @@ class TwoStage(Communicator):
         return {(first + index) % size: shard for index, shard in enumerate(found) if shard.size or not index}
 
     def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        owned = self.owned(method.compressor, ctx)
+        owned, grid = self.owned(method.compressor, ctx), self.grid(ctx.world_size)
         points = {"worker": (method, ctx)}
         if not cuttable(method.compressor):
             points = {f"worker.{index}": (method, shard) for index, shard in enumerate(owned.values())}
-        if ctx.rank in owned:
-            points["server"] = method.for_second_stage, owned[ctx.rank].stage("server")
+        for level in range(1, len(grid.dims) + 1):
+            for index, (owner, shard) in enumerate(owned.items()):
+                if grid.shared(owner, ctx.rank, level):
+                    point, again = again_at(grid, level, index, shard)
+                    points[point] = method.for_second_stage, again
         return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        xp, compressor, rank = ctx.xp, method.compressor, ctx.rank
+        compressor, grid, rank = method.compressor, self.grid(ctx.world_size), ctx.rank
         owned = self.owned(compressor, ctx)
         payloads, states = yield from _encode(x, method, state, ctx, list(owned.values()))
-        sent = dict(zip(owned, payloads, strict=True))
-        nothing = tuple(array[:0] for array in payloads[0])
-        received = yield AllToAll(
-            tuple(sent.get(to, nothing) for to in range(ctx.world_size)), ragged=compressor.traits.variable_length
-        )
+        sent, nothing = dict(zip(owned, payloads, strict=True)), tuple(array[:0] for array in payloads[0])
 
-        again, payload = {owner: shard.stage("server") for owner, shard in owned.items()}, nothing
-        if rank in owned:
-            mean = yield from method.decode(received, owned[rank])
-            payload, server = yield from method.for_second_stage.encode(mean, scope(state, "server"), again[rank])
-            states["server"] = server
-        if compressor.traits.variable_length:
-            # Messages are flat: reshape each array like the one that this worker sent for the same shard.
-            gathered = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
-            each = [
-                tuple(
-                    xp.reshape(array, (-1, *xp.shape(own)[1:]))
-                    for array, own in zip(gathered[owner], part, strict=True)
-                )
-                for owner, part in sent.items()
-            ]
-        else:
-            # Encoded positions of some shards have fewer arrays, so pad with empty arrays of the last dtype.
-            most = max(map(len, payloads))
-            full = [sent.get(worker, nothing) for worker in range(ctx.world_size)]
-            shapes = tuple((*map(xp.shape, part), *[(0,)] * (most - len(part))) for part in full)
-            gathered = yield Gather((*payload, *[payload[-1][:0]] * (most - len(payload))), shapes=shapes)
-            each = [gathered[owner][: len(part)] for owner, part in sent.items()]
-        mean = method.mean_of_shards(each, ctx.stage("server"), list(again.values()), list(owned))
+        # The shards that this worker has compressed last, by owner: their contexts there, and their payloads.
+        held, payload_of = owned, sent
+        for level, size in enumerate(grid.dims):
+            parts: list[list[int]] = [[] for _ in range(size)]
+            for owner in held:
+                parts[grid.place(owner, level)].append(owner)
+            received = yield AllToAll(
+                tuple(tuple(array for owner in part for array in payload_of[owner]) or nothing for part in parts),
+                *(grid.group(level), False, compressor.traits.variable_length),
+            )
+            mine, before, start = parts[grid.place(rank, level)], payload_of, 0
+            held, payload_of = {owner: held[owner] for owner in mine}, {}
+            for index, (owner, shard) in enumerate(owned.items()):
+                if owner in held:
+                    stop = start + len(before[owner])
+                    each = received if len(mine) == 1 else [arrays[start:stop] for arrays in received]
+                    mean = yield from method.decode(each, grid.sent_along(level, held[owner]))
+                    point, held[owner] = again_at(grid, level + 1, index, shard)
+                    payload_of[owner], states[point] = yield from method.for_second_stage.encode(
+                        mean, scope(state, point), held[owner]
+                    )
+                    start = stop
+
+        each = yield from _gathered(payload_of.get(rank, nothing), sent, nothing, method, grid, ctx)
+        again = [shard.stage("server") for shard in owned.values()]
+        mean = method.mean_of_shards(each, ctx.stage("server"), again, list(owned))
         if "worker" in states:
             mean, states["worker"] = method.finish(mean, states["worker"], ctx)
         return mean, join(**states)
+
+
+def again_at(grid: Grid, level: int, index: int, shard: Context) -> tuple[str, Context]:
+    """The compression point and the context of the mean of shard ``index`` over the first ``level`` axes."""
+    if level == len(grid.dims):
+        return "server", shard.stage("server")
+    return f"level{level + 1}.{index}", shard.stage(f"level{level + 1}")
+
+
+def _gathered(
+    payload: Payload, sent: Mapping[int, Payload], nothing: Payload, method: Method, grid: Grid, ctx: Context
+) -> Program[list[Payload]]:
+    # Returns the payload of each shard's mean. ``payload``: that of this worker's shard, or nothing; ``sent``: by
+    # owner, payloads with the same shapes, if those are fixed. Workers forward what they have gathered along one axis.
+    xp, ragged = ctx.xp, method.compressor.traits.variable_length
+    # Encoded positions of some shards have fewer arrays, so pad with empty arrays of the last dtype.
+    width, forms = max(map(len, sent.values())), []
+    if ragged:  # Messages are flat.
+        cells = [tuple(xp.reshape(array, (-1,)) for array in payload)]
+    else:
+        cells = [(*payload, *[payload[-1][:0]] * (width - len(payload)))]
+        full = [sent.get(worker, nothing) for worker in range(grid.size)]
+        forms = [(*map(xp.shape, part), *[(0,)] * (width - len(part))) for part in full]
+    for level in reversed(range(len(grid.dims))):
+        shapes = None
+        if not ragged:
+            line = grid.line(ctx.rank, level)
+            shapes = tuple(
+                tuple(form for cell in grid.behind(worker, level + 1) for form in forms[cell]) for worker in line
+            )
+        arrays = tuple(array for cell in cells for array in cell)
+        gathered = yield Gather(arrays, ragged, grid.group(level), shapes)
+        cells = [part[start : start + width] for part in gathered for start in range(0, len(part), width)]
+    found = dict(zip(grid.behind(ctx.rank, 0), cells, strict=True))
+    if not ragged:
+        return [found[owner][: len(part)] for owner, part in sent.items()]
+    return [  # reshape each array like the one that this worker sent for the same shard
+        tuple(xp.reshape(array, (-1, *xp.shape(own)[1:])) for array, own in zip(found[owner], part, strict=True))
+        for owner, part in sent.items()
+    ]
 
 
 def _encode(

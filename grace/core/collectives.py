@@ -4,7 +4,7 @@ A method or communicator yields a collective, or a tuple of collectives that sha
 result, or a tuple of results. Transports execute collectives.
 
 ``group`` names the participants: "world", all workers; "node", the workers of this machine; "cross", the workers with
-the same local rank on every machine. Ranks and sizes are relative to the group.
+the same local rank on every machine; or a line of a `grace.core.grid.Grid`. Ranks and sizes are relative to the group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Arrays = tuple[Any, ...]
-Group = Literal["world", "node", "cross"]
+Group = str
 
 
 @dataclass(frozen=True)

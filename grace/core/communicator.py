@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from grace.core import Array, Combine, Context, Program, State, Transport, join, name_of
+from grace.core.grid import Grid
 from grace.core.method import Method
 
 
@@ -31,11 +32,24 @@ class Communicator(ABC):
         """The reason why `resolve` returns another communicator, for the report; empty if it returns this one."""
         return ""
 
+    def measure(self, method: Method, transport: Transport) -> bool:
+        """Measure the links if `resolve` depends on them, and return whether it may now choose differently.
+
+        Called once on every worker, when the backend is known, before `create_groups`.
+        """
+        return False
+
     def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """In an elastic job, adopt this worker's own plan, without messages. Called long before `create_groups`."""
 
-    def create_groups(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
+    def grid(self, workers: int) -> Grid | None:
+        """The grid whose lines are the groups in which `reduce` exchanges, for a number of workers; None if none is."""
+        return None
+
+    def create_groups(self, transport: Transport) -> None:
         """Create the groups of workers. Called once on every worker, before the first exchange."""
+        if (grid := self.grid(transport.size)) is not None:
+            transport.split_grid(grid)
 
     def applies(self, method: Method, ctx: Context) -> bool:
         """Whether to compress the tensor. If not, it "goes dense": it is averaged uncompressed, as the report says."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.collectives import Collective
+from grace.core.grid import Grid
 
 
 class Transport(ABC):
@@ -20,6 +21,9 @@ class Transport(ABC):
     """Whether workers may join a running job. If so, they exchange no messages before `grace.Grace.settle`."""
     lockstep: bool = False
     """Whether all workers share a process and run round by round, so that their steps never differ."""
+
+    link: Any = None
+    """Times of its messages, for the choice of a communicator: `grace.communicators.auto.LinkTimes`; None: unknown."""
 
     contents: Callable[[str], str] = staticmethod(lambda message: "")
     """Returns the names of a message's tensors, for errors; empty if unknown."""
@@ -58,6 +62,16 @@ class Transport(ABC):
         return 0
 
     @property
+    def divides(self) -> bool:
+        """Whether `split_grid` can create groups, if all workers call it."""
+        return False
+
+    @property
+    def measurable(self) -> bool:
+        """Whether its links can be measured, and the workers divided into groups as the result suggests."""
+        return self.divides and not self.lockstep and not self.elastic
+
+    @property
     def splits(self) -> bool:
         """Whether `split` can create groups: all machines have equally many workers, and the library allows it."""
         return False
@@ -65,6 +79,15 @@ class Transport(ABC):
     def split(self, node_size: int) -> None:
         """Create the groups "node" and "cross"; a machine has ``node_size`` consecutive ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no groups of workers")
+
+    def split_grid(self, grid: Grid, node_size: int = 0) -> None:
+        """Create the groups of a grid's lines, named as `Grid.group`. A grid of a single axis needs none.
+
+        ``node_size``: if set, the grid consists of machines with so many consecutive ranks, after `split`; each group
+        has the workers of one local rank, and the prefix "cross." in its name.
+        """
+        if len(grid.dims) > 1:
+            raise NotImplementedError(f"{type(self).__name__} has no groups of workers")
 
     def group_rank(self, group: str) -> int:
         """This worker's rank within a group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from grace.core import Context, Transport, name_of, sharding
@@ -68,6 +68,11 @@ class Ways(list[Way]):
             choice = communicator.choice(method, carrier)
             ways.append(Way(method, encoder, fitted, plain, residual_layout(method, fitted), choice))
         self[:] = ways
+
+    def measure(self, methods: Sequence[tuple[Method, Communicator]], transport: Transport, options: Options) -> None:
+        """Let communicators measure the links if their choices depend on them, and `resolve` them anew."""
+        if any(communicator.measure(method, transport) for method, communicator in methods):
+            self.resolve(methods, transport, options)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def refusal(self, ctx: Context) -> str:

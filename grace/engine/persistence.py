@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from grace.engine.reshard import (
     check_kind,
     check_names,
     complete,
+    parsed,
     renamed,
     resized,
     stages,
@@ -191,6 +192,11 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
     found = []
     for name, cells in mine.items():
         if set(cells) != set(theirs[name]):
+            if _stages_of(cells) != _stages_of(theirs[name]):
+                raise ValueError(
+                    f"this state of {name!r} was saved with another communicator or other levels, whose residuals are "
+                    "cut differently: give the states of all workers, or use the same settings"
+                )
             raise ValueError(f"state of {name!r} has {sorted(theirs[name])}, but this method keeps {sorted(cells)}")
         for key, cell in cells.items():
             old, new = cell.read(), theirs[name][key]
@@ -200,6 +206,10 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
             check_kind(new, xp.dtype(old), f"state {key!r} of {name!r}")
             found.append(Fitted(name, key, cell, xp.buffers.copy(xp.asarray(new, xp.dtype(old)))))
     return found
+
+
+def _stages_of(keys: Iterable[str]) -> set[str]:
+    return stages(parsed(key)[0] for key in keys)
 
 
 def load(setup: Setup, found: Checked) -> None:

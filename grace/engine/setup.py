@@ -173,6 +173,7 @@ class Setup:
             self._prepare()
 
     def _prepare(self) -> None:
+        self.ways.measure(self._methods, self.transport, self.options)
         for way in self.ways:
             way.communicator.create_groups(self.transport)
         self._prepared = True

@@ -17,6 +17,7 @@ from grace.communicators.planned.strategy import (
     Action,
     Device,
     Option,
+    Place,
     options,
     parse,
     states,
@@ -63,6 +64,8 @@ class Term(NamedTuple):
     """Number of payloads that a worker holds."""
     sharing: int
     """Number of workers that share a machine's link."""
+    workers: int = 0
+    """Number of workers of a collective along one axis of a grid; 0: all those of its level."""
 
     @property
     def label(self) -> str:
@@ -93,35 +96,53 @@ class Term(NamedTuple):
             held = sum(cluster.element * self.share * size for size in sizes)
         if self.resource == DEVICE:
             return cluster.handling(held, joined)
-        return cluster.seconds(action, held, self.sharing, joined)
+        return cluster.seconds(action, held, self.sharing, joined, self.workers)
 
 
-def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
-    """The operations of a strategy on a cluster, in order."""
+def terms(cluster: Cluster, option: Option, dims: Sequence[int] = ()) -> Iterator[Term]:
+    """The operations of a strategy on a cluster, in order.
+
+    ``dims``: if given, the strategy's all-to-all of payloads goes along the axes of a grid of these sizes, and the
+    payloads of the means come back along them, as `grace.communicators.twostage` does it.
+    """
     share, pieces, shared = 1.0, 1, 1
-    for action, held in zip(option.actions, states(option), strict=False):
+    for action, place, workers in _along(option, dims):
         if not action.collective:
             yield Term(DEVICE if action.device == "gpu" else CPU, action, share, pieces, 1)
             pieces = 1
             continue
-        count = cluster.size(action.level)
+        count = workers or cluster.size(action.level)
         within = not cluster.between(action.level)
         sharing = shared if action.level == "inter" else 1
         if action.level == "flat" and action.kind == "alltoall" and not within:
             # a ring crosses a machine's link once, an all-to-all once for each worker of the machine
             sharing = cluster.per_node
         if any(cluster.message):
-            yield Term(DEVICE, action, share, pieces, 1)
-        yield Term(INTRA if within else INTER, action, share, pieces, sharing)
+            yield Term(DEVICE, action, share, pieces, 1, workers)
+        yield Term(INTRA if within else INTER, action, share, pieces, sharing, workers)
         if action.level == "intra":
             shared = cluster.per_node if action.kind in ("reduce_scatter", "alltoall") else 1
-        place = held.at(action.level)
         if action.kind in ("reduce_scatter", "alltoall"):
             share /= count
         elif place == "shard":
             share *= count
         if action.compressed and place == "own" and action.kind != "allreduce":
             pieces *= count
+
+
+def _along(option: Option, dims: Sequence[int]) -> Iterator[tuple[Action, Place, int]]:
+    # Yields each action with the progress of its level's sum before it, and `Term.workers`.
+    for number, (action, held) in enumerate(zip(option.actions, states(option), strict=False)):
+        place = held.at(action.level)
+        if not dims or not action.compressed:
+            yield action, place, 0
+        elif action.kind == "alltoall":
+            yield action, place, dims[0]
+            for size in dims[1:]:
+                yield from ((again, place, 0) for again in option.actions[number + 1 : number + 3])
+                yield action, place, size
+        else:
+            yield from ((action, place, size) for size in reversed(dims))
 
 
 class Costs:

@@ -171,20 +171,21 @@ class Cluster:
         flat = self.flat if (workers > size) == (self.nodes > 1) else None
         return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
 
-    def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
+    def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False, workers: int = 0) -> float:
         """Seconds of a collective. ``held``: bytes per worker; ``sharing``: workers that share a machine's link.
 
-        ``joined``: the collective travels with another message, and adds no latency of its own. An allreduce without a
-        measurement takes the time of a ring or a tree, whichever is faster.
+        ``joined``: the collective travels with another message, and adds no latency of its own. ``workers``: those that
+        take part; 0: all of the level. An allreduce without a measurement takes the time of a ring or a tree, whichever
+        is faster.
         """
         link = self.link(action.level)
         if action.kind == "allreduce" and "allreduce" not in link.fits:
             tree = sum(self._seconds(half, action.level, held, sharing, joined) for half in TREE)
             return min(self._seconds("allreduce", action.level, held, sharing, joined), tree)
-        return self._seconds(action.kind, action.level, held, sharing, joined)
+        return self._seconds(action.kind, action.level, held, sharing, joined, workers)
 
-    def _seconds(self, kind: Kind, level: Level, held: float, sharing: int, joined: bool) -> float:
-        latencies, bytes_ = COEFFICIENTS[kind](self.size(level))
+    def _seconds(self, kind: Kind, level: Level, held: float, sharing: int, joined: bool, workers: int = 0) -> float:
+        latencies, bytes_ = COEFFICIENTS[kind](workers or self.size(level))
         rate = self.link(level).rate(kind)
         return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
 

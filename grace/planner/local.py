@@ -187,6 +187,7 @@ def cost(fragment: Profile, cluster: Cluster, codec: Codec | None, way: Way, buc
     busy = sum(seconds for chain in play.timeline.chains for resource, seconds in chain if resource == DEVICE)
     within = 1 if codec is None else ways.rounds_of(codec)
     rounds = sum(within if action.compressed else 1 for action in way.option.actions if action.collective)
+    rounds += 2 * max(0, len(way.dims(cluster)) - 1)  # each further level: one round there, one back
     return Cost(busy, play.seconds - busy, rounds)
 
 

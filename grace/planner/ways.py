@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
-from grace.communicators.auto import choose
+from grace.communicators.auto import LEVELS, MANY, LinkTimes, choose
 from grace.communicators.planned.strategy import DENSE_FLAT, DENSE_HIERARCHICAL, Option, parse
 from grace.core import Combine, name_of
+from grace.core.grid import factors
 from grace.core.method import Method
 from grace.core.registry import communicators, triple
 from grace.engine.buckets import grouped
@@ -39,8 +40,14 @@ class Way:
 
     name: str
     option: Option
-    params: Mapping[str, str]
+    params: Mapping[str, Any]
     """The communicator and its parameters, as for `grace.grace_from_params`."""
+    levels: int = 1
+    """Levels of communicator "twostage"."""
+
+    def dims(self, cluster: Cluster) -> tuple[int, ...]:
+        """The grid of workers, or of machines, in which it exchanges; empty if it has a single level."""
+        return factors(cluster.workers if self.option.flat else cluster.nodes, self.levels) if self.levels > 1 else ()
 
 
 def _hierarchical(outer: str, option: str) -> Way:
@@ -52,18 +59,29 @@ HIERARCHICAL = {
     name: _hierarchical(name, f"reduce_scatter(intra) {text.format('inter')} allgather(intra)")
     for name, text in _PAYLOADS.items()
 }
+GRIDS = {
+    way.name: way
+    for levels in LEVELS
+    for base, key in ((FLAT["twostage"], "levels"), (HIERARCHICAL["twostage"], "outer_levels"))
+    for way in [Way(f"{base.name}, levels {levels}", base.option, {**base.params, key: levels}, levels)]
+}
 DENSE = Way("dense", parse(DENSE_FLAT), {})
 DENSE_LEVELS = Way("dense, hierarchical", parse(DENSE_HIERARCHICAL), {"communicator": "hierarchical"})
-WAYS = {way.name: way for way in (DENSE, DENSE_LEVELS, *FLAT.values(), *HIERARCHICAL.values())}
+WAYS = {way.name: way for way in (DENSE, DENSE_LEVELS, *FLAT.values(), *HIERARCHICAL.values())} | GRIDS
 NAMES = (PLAN, *WAYS)
 
 
 def usual(method: Method, cluster: Cluster) -> Way:
     """A method's default way on a cluster."""
-    chosen, _ = choose(method, cluster.workers, cluster.per_node if cluster.levels else 1)
-    if name_of(chosen) == "hierarchical":
-        return HIERARCHICAL[name_of(choose(method, cluster.nodes, 1)[0])]
-    return FLAT[name_of(chosen)]
+    rate = cluster.link("inter" if cluster.levels else "flat").rate("alltoall")
+    link = LinkTimes(0.0, *rate)
+    chosen: Any = choose(method, cluster.workers, cluster.per_node if cluster.levels else 1, link)[0]
+    name = name_of(chosen)
+    if name == "hierarchical":
+        chosen = chosen.outer
+        name = HIERARCHICAL[name_of(chosen)].name
+    levels = getattr(chosen, "levels", 1)
+    return WAYS[name if levels == 1 else f"{name}, levels {levels}"]
 
 
 def dense(cluster: Cluster) -> list[Way]:
@@ -81,8 +99,14 @@ def every(params: Mapping[str, Any], cluster: Cluster) -> list[Way]:
     found = [way for name, way in FLAT.items() if _carries(name, method, cluster.workers)]
     if cluster.levels:
         found += [way for name, way in HIERARCHICAL.items() if _carries(name, method, cluster.nodes)]
+    parts = cluster.nodes if cluster.levels else cluster.workers
+    if parts >= MANY and _carries("twostage", method, parts):
+        grids = (way for way in GRIDS.values() if way.option.flat != cluster.levels)
+        found += [way for way in grids if len(way.dims(cluster)) == way.levels]
     if "communicator" in params:
         given = {**params, "communicator": name_of(named)}
+        levels = params.get("outer_levels" if given["communicator"] == "hierarchical" else "levels")
+        found = [way for way in found if levels in (None, way.levels)]
         found = [way for way in found if all(given.get(key, value) == value for key, value in way.params.items())]
     if not found:
         named.check(method, cluster.workers)
@@ -184,7 +208,9 @@ def _operations(
     # ones.
     found: list[tuple[Term, float]] = []
     # Each message of an action is a term of the computing thread (unless that costs nothing) and a term of the link.
-    for action, group in groupby(terms(cluster, way.option) if large else (), key=lambda term: term.action):
+    for action, group in groupby(
+        terms(cluster, way.option, way.dims(cluster)) if large else (), key=lambda term: term.action
+    ):
         times = rounds_of(codec) if codec is not None and action.compressed else 1
         found += [(term, term.seconds(cluster, codec, large, messages=times)) for term in group] * times
     first = next((number for number, (term, _) in enumerate(found) if term.action.collective), 0)

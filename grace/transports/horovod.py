@@ -63,8 +63,8 @@ class HorovodTransport(Transport):
     def splits(self) -> bool:
         from grace.transports.launched import loaded_horovod
 
-        allowed = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
-        return bool(allowed and self._process_set is None and loaded_horovod()[0].mpi_ops.is_homogeneous())
+        allowed = dynamic() and not self.elastic and self._process_set is None
+        return bool(allowed and loaded_horovod()[0].mpi_ops.is_homogeneous())
 
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
@@ -76,7 +76,7 @@ class HorovodTransport(Transport):
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
         bound = kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
-        bound._process, bound._workers = self._process, self._workers
+        bound._process, bound._workers, bound._origin = self._process, self._workers, self
         bound.check_workers()
         return bound
 
@@ -89,6 +89,11 @@ def elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def dynamic() -> bool:
+    """Whether Horovod lets workers create process sets after its start."""
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+
+
 POLL_SECONDS = 0.0005
 """Seconds between two checks of whether an operation has ended."""
 SWAPPED = 2**14
@@ -98,6 +103,8 @@ SETS: dict[tuple[int, ...], Any] = {}
 
 
 class _BoundHorovod(MessageTransport):
+    _origin: HorovodTransport | None = None  # None: a group of workers
+
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         self.xp, self.rank, self.size, self.elastic = xp, rank, size, elastic()
         self._hvd, self._process_set = hvd, process_set
@@ -117,6 +124,18 @@ class _BoundHorovod(MessageTransport):
                 f"this Grace was made for {self._workers} workers of Horovod, and now there are {size}: after "
                 "hvd.shutdown() and hvd.init() call grc.reset(), or make a new Grace"
             )
+
+    @property
+    def node_size(self) -> int:
+        return self.size if self._origin is None else self._origin.node_size
+
+    @property
+    def divides(self) -> bool:
+        return dynamic() and self.size == self._workers
+
+    @property
+    def splits(self) -> bool:
+        return self._origin is not None and self._origin.splits
 
     def root(self, rank: int) -> int:
         """The rank among all workers, which Horovod requires even within a process set."""

@@ -17,6 +17,7 @@ from grace.core import Array, Transport
 from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce, arrays_of
 from grace.core.dtypes import ITEMSIZE
 from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offsets
+from grace.core.grid import Grid
 from grace.transports.packer import Packer
 
 Wait = Callable[[], Any]
@@ -25,25 +26,66 @@ CARRIED = 2**18
 """Maximum number of bytes of the sums that travel with a gather or an all-to-all."""
 
 
-class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves them: its methods start a transfer and return a `Wait`."""
-
-    _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never mutated
+class Divided(Transport):
+    """Workers that may form groups, each with a transport of its own."""
 
     xp: Any = None
+    _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never mutated
+
+    _lines: Sequence[MessageTransport] = ()
+    # Groups of which each worker is in one for each axis of a grid of all workers, if it has several axes.
 
     def split(self, node_size: int) -> None:
-        if not self._groups or self._groups["node"].size != node_size:
+        if "node" not in self._groups or self._groups["node"].size != node_size:
             first = self.rank - self.rank % node_size
             node, cross = range(first, first + node_size), range(self.rank % node_size, self.size, node_size)
-            self._groups = {"node": self._part(list(node)), "cross": self._part(list(cross))}
+            others = {name: group for name, group in self._groups.items() if not name.startswith("cross")}
+            self._groups = {**others, "node": self._part(list(node)), "cross": self._part(list(cross))}
+
+    def split_grid(self, grid: Grid, node_size: int = 0) -> None:
+        first, step, prefix = (self.rank % node_size, node_size, "cross.") if node_size else (0, 1, "")
+        axes = range(len(grid.dims) if len(grid.dims) > 1 else 0)
+        lines = {prefix + grid.group(axis): grid.line(self.rank // step, axis) for axis in axes}
+        made = {
+            name: self._part([first + step * each for each in line])
+            for name, line in lines.items()
+            if name not in self._groups
+        }
+        self._groups = {**self._groups, **made}
+        if axes:
+            self._lines = [self._groups[name] for name in (*["node"] * bool(node_size), *lines)]
 
     def _part(self, ranks: list[int]) -> MessageTransport:
+        assert isinstance(self, MessageTransport)
         if len(ranks) == self.size:
             return self
         part = Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
         part.timeout, part.contents = self._timeout, self.contents
         return part
+
+    @abstractmethod
+    def among(self, ranks: list[int]) -> MessageTransport:
+        """The transport of a group that includes this worker. All workers call it together, each for its own group."""
+
+    def group_rank(self, group: str) -> int:
+        return self.rank if group == "world" else self._groups[group].rank
+
+    def along_lines(self, buffer: Array, op: str, name: str) -> Wait:
+        """As `MessageTransport.reduce`, along one axis of the grid after the other: to the workers of a line alone."""
+        first, *others = self._lines
+        begun = first.reduce(buffer, op, name)
+
+        def finish() -> Array:
+            found = begun()
+            for line in others:
+                found = line.reduce(found, op, name)()
+            return found
+
+        return finish
+
+
+class MessageTransport(Divided):
+    """Packs collectives into buffers. A subclass moves them: its methods start a transfer and return a `Wait`."""
 
     def late(self, name: str, worker: int | None = None) -> TimeoutError:
         """The error to raise if workers do not answer in time. ``name``: of the message; ``worker``: who, if known."""
@@ -53,13 +95,6 @@ class MessageTransport(Transport):
             "is gone, stuck, or does something else. Its own output says why; if steps may take longer, give "
             "grace_from_params a longer timeout"
         )
-
-    @abstractmethod
-    def among(self, ranks: list[int]) -> MessageTransport:
-        """The transport of a group that includes this worker. All workers call it together, each for its own group."""
-
-    def group_rank(self, group: str) -> int:
-        return self.rank if group == "world" else self._groups[group].rank
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:

@@ -150,9 +150,13 @@ class TorchDistributedTransport(MessageTransport):
         return int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun and grace.init
 
     @property
+    def divides(self) -> bool:
+        return self._group is None  # all workers of the job must create a group together
+
+    @property
     def splits(self) -> bool:
         machines = int(os.environ.get("GROUP_WORLD_SIZE", 0))  # also set by torchrun
-        return self._group is None and machines * self.node_size == self.size
+        return self.divides and machines * self.node_size == self.size
 
     def among(self, ranks: list[int]) -> TorchDistributedTransport:
         # All workers must create every group together, so each one sends the ranks of its own group to all.
@@ -267,6 +271,8 @@ class TorchDistributedTransport(MessageTransport):
         # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
         # buffers. Here each worker reduces its share of the buffer, in rank order, and sends it to all workers: two
         # successive messages. Each of two workers reduces the whole buffer: one message of the same volume.
+        if self._lines:
+            return self.along_lines(buffer, op, name)
         shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]

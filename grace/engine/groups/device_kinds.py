@@ -23,10 +23,11 @@ from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.engine.groups.devices import DeviceGathered, DeviceTwoStage
 from grace.engine.groups.drawn import DeviceRandomK
-from grace.engine.groups.exchanges import RESIDUAL, GatheredGroup, Group, TwoStageGroup
+from grace.engine.groups.exchanges import RESIDUAL, GatheredGroup, Group
 from grace.engine.groups.kinds import Kind, kind_of
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
 from grace.engine.groups.matrices import LEFT, DeviceACPSGD, DeviceDion, DeviceLowRank
+from grace.engine.groups.twostage import TwoStageGroup
 from grace.memories.decoupled import Decoupled
 
 MOMENTUM = "memory/momentum"

@@ -25,10 +25,10 @@ from grace.engine.groups.exchanges import (
     Feedback,
     GatheredGroup,
     Landed,
-    TwoStageGroup,
     addresses,
 )
 from grace.engine.groups.native import Message, Point
+from grace.engine.groups.twostage import TwoStageGroup
 
 
 class _Draws:
@@ -271,4 +271,4 @@ class DeviceTwoStage(_OnDevice, TwoStageGroup):
 
     def settle(self, ok: Array | None) -> None:
         super().settle(ok)
-        self._means = None
+        self._means = []

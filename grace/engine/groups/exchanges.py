@@ -17,7 +17,6 @@ from grace.core.dtypes import ITEMSIZE
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
 from grace.core.method import Method
-from grace.core.sharding import cuttable
 from grace.engine.groups.cells import RowCell
 from grace.engine.groups.native import Decoder, Encoder, Message, Point
 from grace.engine.groups.recipes import recipe
@@ -263,8 +262,8 @@ class CodedGroup(Group):
 
     @staticmethod
     @abstractmethod
-    def idle(workers: int) -> Sequence[Collective]:
-        """`asked` for a worker without units."""
+    def idle(communicator: Any, workers: int) -> Sequence[Collective]:
+        """`asked` for one of several workers of ``communicator`` that has no units."""
 
     def finish(self, landed: Any, x: Sequence[int], ok: Sequence[bool] | None) -> None:
         self.settle(ok)
@@ -303,7 +302,7 @@ class GatheredGroup(CodedGroup):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         compressor = self.method.compressor
-        self._points = [_point(compressor, ctx) for ctx in self.contexts]
+        self._points = [point_of(compressor, ctx) for ctx in self.contexts]
         self._message, workers = Message(self._points), self.contexts[0].world_size
         self._encoder = self.coding.encoder(self._points, self._message)
         senders, units = np.tile(np.arange(workers), (len(self._points), 1)), np.arange(len(self._points))
@@ -327,7 +326,7 @@ class GatheredGroup(CodedGroup):
         return None if found is None else found.tolist()
 
     @staticmethod
-    def idle(workers: int) -> Sequence[Collective]:
+    def idle(communicator: Any, workers: int) -> Sequence[Collective]:
         return (Gather((NOTHING,)),)
 
     def settle(self, ok: Sequence[bool] | None) -> None:
@@ -340,119 +339,16 @@ class GatheredGroup(CodedGroup):
     @property
     def traffic(self) -> list[tuple[int, int]]:
         others = self.contexts[0].world_size - 1
-        return [(size, size * others) for size in map(_bytes, self._points)]
+        return [(size, size * others) for size in map(bytes_of, self._points)]
 
 
-class TwoStageGroup(CodedGroup):
-    """The exchange of communicator "twostage"."""
-
-    rounds = 2
-
-    def __init__(self, *parts: Any):
-        super().__init__(*parts)
-        compressor, (rank, workers) = self.method.compressor, (self.contexts[0].rank, self.contexts[0].world_size)
-        owned = [self.communicator.owned(compressor, ctx) for ctx in self.contexts]
-        # Shards in the order of units: the points in ``_first`` compress shards, those in ``_second`` their means.
-        shards = [(unit, owner, ctx) for unit, each in enumerate(owned) for owner, ctx in each.items() if ctx.size]
-        self._unit = np.array([unit for unit, _, _ in shards], np.int64)
-        self._owner = np.array([owner for _, owner, _ in shards], np.int64)
-        self._starts = np.array([ctx.offset - self.contexts[unit].offset for unit, _, ctx in shards], np.int64)
-        self._own = np.flatnonzero(self._owner == rank)
-        self._first = [_point(compressor, ctx, owner) for _, owner, ctx in shards]
-        self._second = [_point(compressor, ctx.stage("server"), owner) for _, owner, ctx in shards]
-        mine = [self._first[number] for number in self._own]
-        self._server = [self._second[number]._replace(destination=0) for number in self._own]
-        self._sent, self._again = Message(self._first, workers), Message(self._second, workers)
-        self._sizes = tuple(((end - begin,),) for begin, end in self._again.parts)
-        self._encoder = self.coding.encoder(self._first, self._sent)
-        self._decoder = self.coding.decoder(self._second, self._again.places, self._owner[:, None], self._unit)
-        self._scratch = np.cumsum([0, *(FLOAT * point.ctx.size for point in mine)])
-        if mine:
-            senders = np.tile(np.arange(workers), (len(mine), 1))
-            self._average = self.coding.decoder(mine, self._sent.at(self._own.tolist()), senders)
-            self._recode = self.coding.encoder(self._server, Message(self._server))
-        self._means: Array = None  # means of this worker's shards; encoding may swap the old residuals into this array
-        self._set_up_feedback([place for each in owned for place, ctx in enumerate(each.values()) if ctx.size])
-
-    def _set_up_feedback(self, places: Sequence[int]) -> None:
-        # ``places``: the index of each shard among the shards of its unit.
-        whole = cuttable(self.method.compressor)
-        prefixes = ["worker/memory/" if whole else f"worker.{place}/memory/" for place in places]
-        starts = self._starts.tolist() if whole else [0] * len(places)
-        self._worker = self._state(self.method, prefixes, self._first, starts, self._unit)
-        prefixes, again = ["server/memory/"] * len(self._own), self.method.for_second_stage
-        self._again_feedback = self._state(again, prefixes, self._server, [0] * len(self._own), self._unit[self._own])
-        self.feedback = [each for each in (self._worker, self._again_feedback) if each is not None]
-
-    @property
-    def asked(self) -> Sequence[Collective]:
-        sent = tuple((Form("uint8", (end - begin,)),) for begin, end in self._sent.parts)
-        return AllToAll(sent), Gather((Form("uint8", self._sizes[self._rank][0]),), shapes=self._sizes)
-
-    def exchange(self, x: Sequence[int], step: int) -> Program[Landed]:
-        message = self._encoded(self._encoder, self._worker, self._at(x), step)
-        received = yield AllToAll(tuple((message[begin:end],) for begin, end in self._sent.parts))
-        again = self.xp.zeros((0,), "uint8")
-        if len(self._own):
-            self._means = self.xp.buffers.empty((int(self._scratch[-1]) // FLOAT,))
-            places = self.xp.buffers.address(self._means) + self._scratch[:-1]
-            mine = self.coding.landed(received, step)
-            self._decoded(self._average, mine.addresses, places, step)
-            again = self._encoded(self._recode, self._again_feedback, places, step)
-        gathered = yield Gather((again,), shapes=self._sizes)
-        return self.coding.landed(gathered, step)
-
-    @property
-    def _rank(self) -> int:
-        return int(self.contexts[0].rank)
-
-    def _at(self, x: Sequence[int]) -> Any:
-        # Returns the address of each shard.
-        return np.array(x, np.int64)[self._unit] + FLOAT * self._starts
-
-    def finite(self, landed: Landed) -> list[bool] | None:
-        found = self._decoder.finite(landed.addresses)
-        if found is None:
-            return None
-        ok = np.ones(len(self.contexts), bool)
-        np.logical_and.at(ok, self._unit, found)
-        return list(map(bool, ok))
-
-    @staticmethod
-    def idle(workers: int) -> Sequence[Collective]:
-        return AllToAll(((NOTHING,),) * workers), Gather((NOTHING,), shapes=(((0,),),) * workers)
-
-    def settle(self, ok: Sequence[bool] | None) -> None:
-        kept = None if ok is None else np.array(ok)[self._unit]
-        if self._worker is not None:
-            self._worker.end(kept)
-        if self._again_feedback is not None:
-            self._again_feedback.end(None if kept is None else kept[self._own])
-        self._means = None
-
-    def decode(self, landed: Landed, out: Sequence[int]) -> None:
-        self._decoded(self._decoder, landed.addresses, self._at(out), landed.step)
-
-    @property
-    def traffic(self) -> list[tuple[int, int]]:
-        found = [[0, 0] for _ in self.contexts]
-        workers = self.contexts[0].world_size
-        for number, (unit, owner) in enumerate(zip(self._unit, self._owner, strict=True)):
-            size, again = _bytes(self._first[number]), _bytes(self._second[number])
-            if owner == self._rank:
-                found[unit][0] += again
-                found[unit][1] += size * (workers - 1)
-            else:
-                found[unit][0] += size
-                found[unit][1] += again
-        return [(sent, received) for sent, received in found]
-
-
-def _point(compressor: Compressor, ctx: Context, destination: int = 0) -> Point:
+def point_of(compressor: Compressor, ctx: Context, destination: int = 0) -> Point:
+    """The point that compresses the elements of a context."""
     found = recipe(compressor, ctx)
     assert found is not None
     return Point(ctx, found, destination)
 
 
-def _bytes(point: Point) -> int:
+def bytes_of(point: Point) -> int:
+    """Bytes of a point's payload."""
     return sum(ITEMSIZE[dtype] * length for _, dtype, length in point.recipe.arrays)

@@ -26,11 +26,11 @@ from grace.engine.groups.exchanges import (
     GatheredGroup,
     Group,
     Landed,
-    TwoStageGroup,
     each_finite,
 )
 from grace.engine.groups.native import Draws, Encoder, Point
 from grace.engine.groups.recipes import Recipe
+from grace.engine.groups.twostage import TwoStageGroup
 from grace.kernels import Library
 from grace.kernels.rows import Copies, Rows
 

@@ -16,11 +16,12 @@ from grace.compressors.studies.randomk import RandomK
 from grace.core import Context, Memory, State
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group, TwoStageGroup
+from grace.engine.groups.exchanges import RESIDUAL, CodedGroup, GatheredGroup, Group
 from grace.engine.groups.joint import JointGathered, JointSummed, JointTwoStage, SummedGroup
 from grace.engine.groups.lowrank import DIRECTIONS, LowRankGroup
 from grace.engine.groups.machines import HierarchicalGroup
 from grace.engine.groups.recipes import recipe
+from grace.engine.groups.twostage import TwoStageGroup
 from grace.memories.decoupled import DecoupledMomentum
 from grace.memories.ef21 import EF21
 from grace.memories.lowpass import LowPass

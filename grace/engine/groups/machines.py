@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from grace.communicators.hierarchical import Hierarchical, across
+from grace.communicators.hierarchical import Hierarchical, across, crossing
 from grace.core import Array, Program
 from grace.core.collectives import AllToAll, Collective, Gather, arrays_of
 from grace.core.sharding import shards
@@ -37,13 +36,13 @@ class HierarchicalGroup(Group):
         # A small unit may have no shard for workers with this local rank, on any machine.
         self._mine = np.flatnonzero(self._sizes[:, self._place]).tolist()
         self._between = None
-        asked = between.idle(contexts[0].world_size // self._size)
-        self.rounds = 2 + between.rounds
+        asked = between.idle(machine.outer, contexts[0].world_size // self._size)
         if self._mine:
-            crossing = [machine.cross(method, contexts[unit], self._place) for unit in self._mine]
-            self._between = between(xp, library, method, machine.outer, crossing, [cells[unit] for unit in self._mine])
+            mine = [machine.cross(method, contexts[unit], self._place) for unit in self._mine]
+            self._between = between(xp, library, method, machine.outer, mine, [cells[unit] for unit in self._mine])
             asked = self._between.asked
-        self._crossing = [replace(each, group="cross") for each in asked]
+        self._crossing = [crossing(each) for each in asked]
+        self.rounds = 2 + len(self._crossing)
         # the machine's means of this worker's shards; encoding may swap the old residuals into this array
         self._total: Array = None
 

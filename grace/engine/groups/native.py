@@ -213,13 +213,26 @@ class Decoder:
             array: [point.recipe.arrays[c][2] for point in points] for c, (array, *_) in enumerate(recipe.arrays)
         }
         self._floats = {array: np.array(lengths[array]) for array, dtype, _ in recipe.arrays if dtype == "float32"}
-        self._regions = [self._region(sender) for sender in np.unique(senders).tolist()] if self._floats else []
+        self._regions = [region for sender in np.unique(senders).tolist() for region in self._regions_of(sender)]
 
-    def _region(self, sender: int) -> tuple[int, int, int]:
-        # Returns (sender, offset, count) of the float32 values in a sender's message, which are contiguous.
+    def _regions_of(self, sender: int) -> Iterator[tuple[int, int, int]]:
+        # Yields (sender, offset, count) of the float32 values in a sender's message. They are contiguous unless the
+        # sender forwards the messages of several workers.
         members = (self._senders == sender).any(1)
-        begin = min(int(self._places[array][members].min()) for array in self._floats)
-        return sender, begin, sum(int(lengths[members].sum()) for lengths in self._floats.values())
+        runs = sorted(
+            pair
+            for array, lengths in self._floats.items()
+            for pair in zip(self._places[array][members].tolist(), lengths[members].tolist(), strict=True)
+        )
+        begin = end = None
+        for at, count in runs:
+            if at != end:
+                if begin is not None:
+                    yield sender, begin, (end - begin) // ITEMSIZE["float32"]
+                begin = at
+            end = at + count * ITEMSIZE["float32"]
+        if begin is not None:
+            yield sender, begin, (end - begin) // ITEMSIZE["float32"]
 
     def finite(self, messages: Any) -> Any:
         """Return whether each point's payloads are finite, bool[points], in the messages at these addresses.

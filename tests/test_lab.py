@@ -69,6 +69,34 @@ def test_burst_is_a_time_at_the_rate():
     assert network.burst_bytes("1mbit") == 16 * 1024
 
 
+@pytest.mark.parametrize("rate, parent", [("100mbit", ("parent", "1:1")), ("unshaped", ("root",))])
+def test_links_delay_packets_behind_their_rate(rate, parent, monkeypatch):
+    commands = []
+    monkeypatch.setattr(network, "run", lambda *words, check=True: commands.append(words))
+    lab = network.Lab(2, rate, delay=5)
+    lab.shape(rate)
+    delayed = [words for words in commands if "netem" in words]
+    assert [words[words.index("dev") + 1] for words in delayed] == ["eth0", "p0", "eth0", "p1"]
+    for words in delayed:
+        assert words[words.index("netem") - len(parent) : words.index("netem")] == parent
+        assert words[words.index("delay") + 1] == "5ms"
+    commands.clear()
+    network.Lab(2, rate).shape(rate)
+    assert not any("netem" in words for words in commands)
+
+
+def test_a_kernel_without_delays_is_named(monkeypatch):
+    def run(*words, check=True):
+        if "netem" in words:
+            raise LabError("`tc` failed: Error: Specified qdisc kind is unknown.")
+
+    monkeypatch.setattr(network, "run", run)
+    with pytest.raises(LabError, match="sch_netem"):
+        network.Lab(2, delay=5).shape("100mbit")
+    with pytest.raises(LabError, match="write 0 to"):
+        network.Lab(2, delay=-1)
+
+
 def test_topologies():
     assert network.parse_topology("4") == (4, 1)
     assert network.parse_topology("2x3") == (2, 3)

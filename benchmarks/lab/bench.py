@@ -39,6 +39,8 @@ class Options:
     decay: bool = False
     """Decay the learning rate to zero over the steps, as in a complete training."""
     burst: int | None = None
+    delay: float = 0.0
+    """Milliseconds by which each link delays packets, in each direction."""
     isolated: bool = False
     """Launch every job separately."""
     timeout: float = 240.0
@@ -64,7 +66,7 @@ def measure(
     order = random.Random(options.seed)
     for text in topologies:
         hosts, workers = parse_topology(text)
-        with Lab(hosts, rates[0], workers, options.burst) as lab:
+        with Lab(hosts, rates[0], workers, options.burst, options.delay) as lab:
             for repeat, rate in itertools.product(range(options.repeats), rates):
                 lab.shape(rate, options.burst)
                 reached = probe(lab) if hosts > 1 else None
@@ -73,12 +75,13 @@ def measure(
                 order.shuffle(jobs)
                 for row in _batches(lab, jobs, options, tell):
                     yield {
-                        "hosts": lab.topology,
+                        "hosts": lab.topology + (f" ({lab.delay:g} ms a link)" if lab.delay else ""),
                         "workers": lab.size,
                         "rate": rate,
                         "reached": reached,
                         "repeat": repeat,
                         "burst": options.burst,
+                        "delay": options.delay,
                         "env": options.env,
                         "load": os.getloadavg()[0],
                         "time": time.time(),

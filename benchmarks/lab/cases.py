@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from grace.communicators.auto import MIN_SHARD
 from grace_bench.lab.network import LabError
 
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
@@ -48,6 +49,7 @@ class Case:
         return {**asdict(self), "period": self.period}
 
 
+LEVELS = {"communicator": "twostage", "levels": 2, "min_shard": MIN_SHARD}
 # (name, parameters, rounds with three or more hosts) of each method.
 METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("none", {"compressor": "none"}, 1),
@@ -62,10 +64,13 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("int8-default", {"compressor": "blockint", "bits": 8}, 2),
     ("int4-default", {"compressor": "blockint", "bits": 4}, 2),
     ("eden2", {"compressor": "eden", "bits": 2}, 2),
+    ("eden3", {"compressor": "eden", "bits": 3}, 2),
     ("int8", {"compressor": "blockint", "bits": 8, "communicator": "allgather"}, 1),
     ("int8-2stage", {"compressor": "blockint", "bits": 8, "communicator": "twostage"}, 2),
     ("int4", {"compressor": "blockint", "bits": 4, "communicator": "allgather"}, 1),
     ("int4-2stage", {"compressor": "blockint", "bits": 4, "communicator": "twostage"}, 2),
+    ("int4-2levels", {"compressor": "blockint", "bits": 4, **LEVELS}, 4),
+    ("eden3-2levels", {"compressor": "eden", "bits": 3, **LEVELS}, 4),
     ("qsgd", {"compressor": "qsgd", "communicator": "allgather"}, 1),
     ("qsgd-2stage", {"compressor": "qsgd", "communicator": "twostage"}, 2),
     ("powersgd", {"compressor": "powersgd", "compress_rank": 4}, 2),

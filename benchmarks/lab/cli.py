@@ -73,6 +73,9 @@ def run(
     ),
     plot: Annotated[Path | None, typer.Option(help="Draw seconds per step against rate.")] = None,
     burst: Burst = 0,
+    delay: Annotated[
+        float, typer.Option(help="Milliseconds by which each link delays packets, in each direction.")
+    ] = 0.0,
     isolated: Annotated[bool, typer.Option(help="Launch every job separately.")] = False,
     timeout: Annotated[float, typer.Option(help="Time limit per job in seconds.")] = 240.0,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the workers; may be repeated.")] = None,
@@ -94,6 +97,7 @@ def run(
             losses=losses,
             decay=decay,
             burst=burst or None,
+            delay=delay,
             isolated=isolated,
             timeout=timeout,
             peer=str(peer.resolve()) if peer else "",

@@ -26,6 +26,7 @@ NETNS = Path("/etc/netns")  # `ip netns exec NAME` replaces files in /etc by tho
 PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
 SSH_PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 LATENCY = "100ms"  # capacity of a queue, as time at the link's rate
+DELAYED = 20_000  # packets that a link may delay: 20 ms at 10 Gbit/s
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 _counter = itertools.count()
@@ -121,17 +122,26 @@ class Lab:
 
     A context manager. Every host has an interface eth0, a hosts file with its own address and, for horovodrun, an sshd
     with keys of this lab alone; the machine's own network and ssh are not changed. ``rate``: in tc's form, or
-    "unshaped". ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
+    "unshaped". ``burst``: bytes that an idle link may send at once; None: `burst_bytes`. ``delay``: milliseconds by
+    which each link delays packets in both directions, so that they take four times as long from a host to another and
+    back; needs the kernel's module sch_netem.
     """
 
     def __init__(
-        self, hosts: int = 4, rate: str = "100mbit", workers_per_host: int = 1, burst: int | None = None
+        self,
+        hosts: int = 4,
+        rate: str = "100mbit",
+        workers_per_host: int = 1,
+        burst: int | None = None,
+        delay: float = 0.0,
     ) -> None:
         if not 1 <= hosts <= 250 or workers_per_host < 1:
             raise LabError(f"{hosts} hosts with {workers_per_host} workers each: 1 to 250 hosts, at least 1 worker")
         bits_per_second(rate)
         self.interface, self.port = "eth0", 29500  # the port is free: nothing else runs on these hosts
-        self.rate, self.burst, self.workers_per_host = rate, burst, workers_per_host
+        if not 0 <= delay <= 10_000:
+            raise LabError(f"a delay of {delay:g} ms: write 0 to 10000")
+        self.rate, self.burst, self.workers_per_host, self.delay = rate, burst, workers_per_host, delay
         self.name = f"{PREFIX}-{os.getpid()}-{next(_counter)}"
         self.switch = f"{self.name}-sw"
         self.hosts = [Host(self.name, index) for index in range(hosts)]
@@ -199,11 +209,20 @@ class Lab:
         for host in self.hosts:
             for namespace, device in ((host.name, "eth0"), (self.switch, f"p{host.index}")):
                 tc = ("ip", "netns", "exec", namespace, find("tc"), "qdisc")
-                if rate == UNSHAPED:
-                    run(*tc, "del", "dev", device, "root", check=False)
-                    continue
-                limits = ("rate", rate, "burst", burst or burst_bytes(rate), "latency", LATENCY)
-                run(*tc, "replace", "dev", device, "root", "tbf", *limits)
+                run(*tc, "del", "dev", device, "root", check=False)
+                if rate != UNSHAPED:
+                    limits = ("rate", rate, "burst", burst or burst_bytes(rate), "latency", LATENCY)
+                    run(*tc, "add", "dev", device, "root", "handle", "1:", "tbf", *limits)
+                if self.delay:
+                    # netem takes the place of the filter's queue: its limit, in packets, bounds what is under way
+                    parent = ("root",) if rate == UNSHAPED else ("parent", "1:1")
+                    self._delay(*tc, "add", "dev", device, *parent, "netem", "delay", f"{self.delay:g}ms")
+
+    def _delay(self, *command: Any) -> None:
+        try:
+            run(*command, "limit", DELAYED)
+        except LabError as error:
+            raise LabError(f"{error}. Delays need the kernel's module sch_netem: try `modprobe sch_netem`") from error
 
     def _build(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))

@@ -41,7 +41,7 @@ EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have, by effort.
 
 In five short trainings eden of 2 bits, with ratios of 0.12 to 0.21, ended up to 4.7 % below the quality of dense
-gradients; methods with ratios below 0.1 stayed within 2.5 % (docs/noise.md).
+gradients; of methods with ratios below 0.1 all but one stayed within 1.5 % (docs/noise.md).
 """
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.

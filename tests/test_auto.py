@@ -90,7 +90,7 @@ def outcome(
     costs: list[Cost] | None = None,
 ) -> tuple[list[int], Decision]:
     """The levels until one is chosen, given the seconds of a step, the noise ratio and the cost at each level."""
-    decision = decision or Decision({"w": policy.start})
+    decision = decision or Decision({"w": policy.first_level})
     found: list[int] = []
     while decision.memo.get("workers") != workers or decision.memo["chosen"] != decision.levels["w"]:
         level = decision.levels["w"]
@@ -204,7 +204,7 @@ def test_no_better_method_is_left_out(computation, rate, compression, noise, del
     }
     assert true[levels[-1]] <= min(true.values()) / (1 - policy.margin) ** 2 * (1 + 1e-9)
     tried = set(policy.trials(decision))
-    assert policy.start in tried
+    assert policy.first_level in tried
     assert len(tried) <= 5
 
 

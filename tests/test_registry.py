@@ -353,7 +353,14 @@ def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.split(".")[2] for cls in registry.values()}
-        shared = {"agreed", "blockwise", "lowrank", "selectors", "sparse"}  # shared by several methods, not registered
+        shared = {
+            "agreed",
+            "blockwise",
+            "lowrank",
+            "selectors",
+            "sparse",
+            "tracked",
+        }  # shared by several methods, not registered
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

@@ -87,7 +87,7 @@ class Policy(ABC):
     """Whether `on_trial_end` receives the cost of each level."""
 
     @property
-    def start(self) -> int:
+    def first_level(self) -> int:
         """The level at which a training begins."""
         return 0
 

@@ -129,7 +129,7 @@ class Auto(Policy):
     predicts: ClassVar[bool] = True
 
     @cached_property
-    def start(self) -> int:
+    def first_level(self) -> int:
         methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
         return next((level for level, method in methods if name_of(method.compressor) in SAFE), DENSE)
 
@@ -192,7 +192,7 @@ class Auto(Policy):
                 return _at(decision, FLUSH, anew)
             memo = anew
         if level == FLUSH:
-            return _at(decision, self.start if memo["chosen"] is None else memo["chosen"], memo)
+            return _at(decision, self.first_level if memo["chosen"] is None else memo["chosen"], memo)
         error = memo["errors"].get(str(level), 0.0)
         if level != DENSE and noise and any(each.wanted for each in noise.values()):  # some gradient was finite
             error = relative_error(noise)
@@ -206,7 +206,7 @@ class Auto(Policy):
             following = self._next(memo, costs)
             if following is not None:
                 return self._go(decision, following, {**memo, "chosen": None})
-        best = self._best(memo, self.start if current is None else current)
+        best = self._best(memo, self.first_level if current is None else current)
         return self._go(decision, best, {**memo, "chosen": best})
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
@@ -277,7 +277,7 @@ class Auto(Policy):
     def _order(self) -> list[int]:
         # All levels but FLUSH: the first one, then those without error feedback.
         rest = [DENSE, *range(FIRST, FIRST + len(self.candidates))]
-        return sorted(rest, key=lambda level: (level != self.start, level in self._feedback))
+        return sorted(rest, key=lambda level: (level != self.first_level, level in self._feedback))
 
     @cached_property
     def _feedback(self) -> frozenset[int]:

@@ -1,8 +1,10 @@
 """E4, E5, E8: how close the search comes to the optimum, how much work it does, and properties of every plan."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean, quantiles
 
 import pytest
@@ -282,3 +284,31 @@ def test_wrong_questions_are_refused():
     with pytest.raises(ValueError, match="too many to try"):
         select(Problem.of(models.profile("vgg16"), Costs(CLUSTERS["8x1"], TOPK)), "exact")
     assert select(Problem([], [], [])).choices == ()
+
+
+# -- the paper's comparison -------------------------------------------------------------------------------------------
+def test_the_page_has_the_predicted_comparison():
+    from benchmarks.espresso import table
+
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks" / "results" / "espresso.json").read_text())
+    assert table(rows) in (root / "docs" / "planner-model.md").read_text()
+
+
+def test_rivals_choose_among_the_strategies_of_their_papers():
+    from benchmarks.espresso import CELLS, CLUSTERS, RIVALS, measured, rivals
+
+    draw = random.Random(0)
+    costs = Costs(CLUSTERS["PCIe, 25 Gbit/s"], codec(draw), min_numel=0)
+    found = rivals(costs)
+    small, large = 1_000, 50_000_000
+    assert not found["float32"](large).compressions
+    assert found["byteps"](small).devices == ("cpu",) * 4
+    assert found["hitopk"](small).devices == ("gpu",) * 2
+    assert not found["hipress"](small).compressions  # two latencies of compression cost more than the bytes
+    assert set(found["hipress"](large).devices) == {"gpu"}
+    profile = Profile((TensorProfile("a", (small,), 0.001), TensorProfile("b", (large,), 0.01)), "given", 0.01)
+    seconds = measured(CELLS[0], profile, codec(draw, cpu=False))["seconds"]
+    assert seconds["hipress"] <= seconds["hitopk"]
+    assert seconds["refined"] <= min(seconds[name] for name in (*RIVALS, "uniform")) * (1 + 1e-9)
+    assert seconds["refined"] < seconds["float32"]

@@ -213,6 +213,7 @@ def test_no_better_method_is_left_out(computation, rate, compression, noise, del
     [
         (1.0, {}, {2, 5, 6}),  # a slow link: the fewest bytes without error feedback, then those with it
         (0.1, {6: 2.0}, {2, 5}),  # powersgd computes for longer than it saves
+        (0.005, {}, {2, 5}),  # by the rate that two methods give, fewer bytes would save less than the margin
         (0.0, {2: 0.1, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}, {2, DENSE}),  # bytes cost nothing
     ],
 )

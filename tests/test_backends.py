@@ -286,7 +286,7 @@ def test_a_package_adds_a_toolkit_by_one_entry_point(toykit):
     assert xp.name == "toy"
     assert backend_of(xp.asarray([1.0], "float32")) is xp
     assert get_backend("toy", "right").side == "right"
-    with pytest.raises(ValueError, match=r"'toi'.*numpy, torch, tensorflow, toy"):
+    with pytest.raises(ValueError, match=r"'toi'.*numpy, torch, tensorflow, jax, toy"):
         get_backend("toi")
     assert "toy" in installed()
     gradients = [{"w": mixed(2000, seed, False), "b": mixed(10, seed, False)} for seed in range(3)]

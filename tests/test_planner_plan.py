@@ -244,11 +244,21 @@ def test_what_is_needed_is_enough():
     assert advise.step(profile, eight(), shrink=needed * 0.99) > limit
 
 
-def test_gathering_loses_its_gain_with_more_workers():
-    curves = advise.against_nodes(models.profile("resnet50"), eight(1.0), methods(), [2, 8, 512, 4096])
-    assert curves["topk"][1] > 1
-    assert curves["topk"][3] < 0.1 * curves["topk"][1]
-    assert curves["powersgd"][3] > curves["topk"][3]
+def test_gathering_loses_its_gain_with_more_workers_and_levels_keep_it():
+    profile, counts = models.profile("resnet50"), (8, 512, 4096)
+    clusters = [Cluster(count, 1, eight(1.0).inter) for count in counts]
+    gathered = [
+        advise.step(profile, there)
+        / (
+            profile.forward
+            + ways.play(profile, there, codec(speed=FAST), ways.WAYS["allgather"], ways.BUCKET_MB).seconds
+        )
+        for there in clusters
+    ]
+    levels = advise.against_nodes(profile, eight(1.0), methods(), counts)["topk"]
+    assert gathered[0] > 1
+    assert gathered[2] < 0.1 * gathered[0]
+    assert levels[2] > 0.5 * levels[0] > 1
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------

@@ -54,19 +54,19 @@ def allocated(weights: Mapping[str, float], counts: Mapping[str, int], error: Ma
     ``weights``: by tensor, the noise of an error of 1. ``counts``: numbers of elements.
     """
     most = error[UNIFORM] * sum(weights.values()) * (1 + 1e-9)
-    low, high = 0.0, 1e40  # multipliers: the first is too small
-    for _ in range(200):
-        middle = math.sqrt(max(low, 1e-40) * high)
-        found = {
-            name: min(error, key=lambda bits: size(bits) * counts[name] + middle * error[bits] * weights[name])
+
+    def best(multiplier: float) -> dict[str, int]:
+        return {
+            name: min(error, key=lambda bits: size(bits) * counts[name] + multiplier * error[bits] * weights[name])
             for name in counts
         }
-        noise = sum(error[bits] * weights[name] for name, bits in found.items())
+
+    low, high = 1e-40, 1e40  # multipliers: the first is too small
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        noise = sum(error[bits] * weights[name] for name, bits in best(middle).items())
         low, high = (low, middle) if noise <= most else (middle, high)
-    return {
-        name: min(error, key=lambda bits: size(bits) * counts[name] + high * error[bits] * weights[name])
-        for name in counts
-    }
+    return best(high)
 
 
 def weights_of(gradients: list[Any], moments: Any | None) -> float:
@@ -97,28 +97,25 @@ def measured(name: str, error: Mapping[int, float]) -> list[dict[str, Any]]:
         own = {key: [each[key].double().numpy() for each in both] for key, x in both[0].items() if x.numel() >= LEAST}
         counts = {key: each[0].size for key, each in own.items()}
         by_gradient = {key: weights_of(each, None) for key, each in own.items()}
-        row: dict[str, Any] = {"task": name, "step": step} | saved(by_gradient, counts, error, "gradient")
+        row: dict[str, Any] = {"task": name, "step": step, "gradient": saved(by_gradient, counts, error)}
         state = {key: model._optimizer.state[model.parameters[key]] for key in own}
         if all("exp_avg_sq" in each for each in state.values()):
             corrected = {
                 key: each["exp_avg_sq"].double().numpy() / (1 - 0.999 ** (step + 1)) for key, each in state.items()
             }
             by_update = {key: weights_of(each, corrected[key]) for key, each in own.items()}
-            row |= saved(by_update, counts, error, "update")
-            noise = {bits: error[bits] for bits in error}
-            there = sum(noise[row["gradient"]["bits"][key]] * by_update[key] for key in own)
+            row["update"] = saved(by_update, counts, error)
+            there = sum(error[row["gradient"]["bits"][key]] * by_update[key] for key in own)
             row["update_noise"] = there / (error[UNIFORM] * sum(by_update.values()))
         rows.append(row)
     return rows
 
 
-def saved(
-    weights: Mapping[str, float], counts: Mapping[str, int], error: Mapping[int, float], what: str
-) -> dict[str, Any]:
+def saved(weights: Mapping[str, float], counts: Mapping[str, int], error: Mapping[int, float]) -> dict[str, Any]:
     """The bits by tensor, and their bytes over those of `UNIFORM` bits."""
     bits = allocated(weights, counts, error)
     sent = sum(size(bits[key]) * count for key, count in counts.items())
-    return {what: {"bits": bits, "bytes": sent / (size(UNIFORM) * sum(counts.values()))}}
+    return {"bits": bits, "bytes": sent / (size(UNIFORM) * sum(counts.values()))}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
+from grace.core.files import replacing
 from grace.engine.reshard import host
 
 if TYPE_CHECKING:
@@ -48,16 +49,8 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     here = Path(folder) / f"step-{state['step']:09}"
     here.mkdir(parents=True, exist_ok=True)
     path = here / _name(grace.rank, grace.world_size)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as file:
-            _write(file, state)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    _sync(here)
+    with replacing(path) as file:
+        _write(file, state)
     if keep:
         _prune(folder, path.name, keep)
     return path
@@ -186,15 +179,6 @@ def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int
 def _exchange(grace: Grace, text: str) -> list[str]:
     # Before the tensors are known, workers cannot exchange messages; `Grace.build` compares the loaded steps.
     return grace.transport.exchange(text) if grace.names else [text]
-
-
-def _sync(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------

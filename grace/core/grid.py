@@ -65,7 +65,7 @@ class Grid:
         """The ranks of the cells behind a worker at an axis; at the number of axes, its own rank alone."""
         found = [rank]
         for other in reversed(range(axis, len(self.dims))):
-            found = [cell + shift for shift in self._shifts(rank, other) for cell in found]
+            found = [cell + each - rank for each in self.line(rank, other) for cell in found]
         return found
 
     def shared(self, one: int, other: int, axis: int) -> bool:
@@ -79,9 +79,6 @@ class Grid:
         workers = range(ctx.world_size) if ctx._workers is None else ctx._workers
         line = self.line(ctx.rank, axis)
         return ctx._with(_workers=range(workers[line[0]], workers.stop, workers.step * line.step))
-
-    def _shifts(self, rank: int, axis: int) -> list[int]:
-        return [each - rank for each in self.line(rank, axis)]
 
     def _stride(self, axis: int) -> int:
         return math.prod(self.dims[:axis])

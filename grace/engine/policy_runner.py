@@ -85,7 +85,9 @@ class Schedule:
         """Add tensors with their numbers of elements; known ones stay unchanged."""
         self._xp, self.costs = xp, []
         known = self.decision.levels
-        first = next(iter(known.values()), self.policy.first_level) if self.policy.together else self.policy.first_level
+        first = self.policy.first_level
+        if self.policy.together:
+            first = next(iter(known.values()), first)
         for name, size in sizes.items():
             if name in known:
                 continue

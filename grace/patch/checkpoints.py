@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grace.patch.files import INDEX, SINGLE, Safetensors, checksum, replacing
+from grace.core.files import replacing
+from grace.patch.files import INDEX, SINGLE, Safetensors, checksum
 from grace.patch.tensors import View, everything, words_of
 
 

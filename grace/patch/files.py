@@ -6,14 +6,16 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from grace.core.files import replacing
 
 NAMES = {
     "BOOL": "bool",
@@ -123,31 +125,6 @@ def write_safetensors(
             content = memoryview(data())
             for begin in range(0, content.nbytes, PART):
                 done(file.write(content[begin : begin + PART]))
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Any]:
-    """A file that appears under its name once it is completely on disk."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Bring a folder's names to disk."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def remove_parts(folder: Path) -> None:

@@ -102,8 +102,8 @@ class Auto(Policy):
 
     The training begins with 16 bits, if a candidate has them, else with dense gradients. Two timed methods give the
     seconds per byte; with it, and with the bytes, the error and the seconds of compression of a sample (`Cost`), the
-    other methods are predicted. A method is tried only while its prediction promises more than the best tried method;
-    unknown noise counts as none and an unknown rate as the largest possible, so no better method is left out.
+    other methods are predicted. A method is tried only while its prediction promises more than the best tried method.
+    Noise and rates that are not known yet are taken in its favour, so no better method is left out.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
@@ -130,8 +130,7 @@ class Auto(Policy):
 
     @cached_property
     def first_level(self) -> int:
-        methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
-        return next((level for level, method in methods if name_of(method.compressor) in SAFE), DENSE)
+        return next((level for level, name in self._names.items() if name in SAFE), DENSE)
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -271,19 +270,21 @@ class Auto(Policy):
     @cached_property
     def _names(self) -> dict[int, str]:
         # The compressor's name at each candidate's level.
-        return {level: name_of(triple(each)[0].compressor) for level, each in enumerate(self.candidates, FIRST)}
+        return {level: name_of(method.compressor) for level, method in self._methods.items()}
 
     @cached_property
     def _order(self) -> list[int]:
         # All levels but FLUSH: the first one, then those without error feedback.
-        rest = [DENSE, *range(FIRST, FIRST + len(self.candidates))]
-        return sorted(rest, key=lambda level: (level != self.first_level, level in self._feedback))
+        return sorted((DENSE, *self._methods), key=lambda level: (level != self.first_level, level in self._feedback))
+
+    @cached_property
+    def _methods(self) -> dict[int, Method]:
+        return {level: triple(each)[0] for level, each in enumerate(self.candidates, FIRST)}
 
     @cached_property
     def _feedback(self) -> frozenset[int]:
         # The levels with error feedback.
-        methods = enumerate((triple(each)[0] for each in self.candidates), FIRST)
-        return frozenset(level for level, method in methods if method.feeds_back)
+        return frozenset(level for level, method in self._methods.items() if method.feeds_back)
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:

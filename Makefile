@@ -53,13 +53,14 @@ $(VENV)/.triton: $(VENV)/.installed
 	[ "$$(uname)" != Linux ] || $(PIP) install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/triton triton
 	@touch $@
 
-# Tests in one process first, side by side; then those that start several processes, one after the other. One thread
-# per process: they share the machine's cores. M=topk: the tests of one method. EXHAUSTIVE=1: every combination of cases.
+# Tests in one process first; then those that start several processes, whole files side by side, so that a fixture
+# launches once. One thread per process: they share the machine's cores. M=topk: the tests of one method. EXHAUSTIVE=1:
+# every combination of cases.
 SELECT := $(if $(M),-k "$(M)") $(ARGS)
 test: install $(VENV)/.triton ## run all tests
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) -m "not processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
-	$(BIN)/python -m pytest -m "processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
 	exit $$status
 
 quick: install ## run one item of each test, without those marked slow

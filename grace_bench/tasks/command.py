@@ -59,6 +59,9 @@ def tasks(
         typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Folder of real data sets, used if present."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings per method.")] = 1,
+    first_seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the first training; later ones count up from it.")
+    ] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Steps per training; 0: the task's default.")] = 0,
     minutes: Annotated[
         float,
@@ -103,7 +106,7 @@ def tasks(
     names, methods = listed(",".join(task or TASKS), tuple(every_task()), "--task"), _methods(method or [], full)
     counts = numbers(workers, "--workers")
     chosen = names, methods, toolkits, counts, rates
-    jobs = [job for seed in range(seeds) for job in plan.jobs(*chosen, **common, seed=seed)]
+    jobs = [job for seed in range(first_seed, first_seed + seeds) for job in plan.jobs(*chosen, **common, seed=seed)]
     console = Console(stderr=True)
     left_out: list[str] = []
     if not (collect or show_only):

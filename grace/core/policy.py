@@ -122,7 +122,7 @@ class Policy(ABC):
     def trial(self, decision: Decision, workers: int) -> int | None:
         """Number of steps to time now; 0: decide after this step; None: no trial.
 
-        The first step of a training is not timed.
+        The first four steps of a process are not timed.
         """
         return None
 

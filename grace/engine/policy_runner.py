@@ -25,15 +25,20 @@ MEASURED = 10
 """Number of steps at the end of a trial in which noise is measured, for levels without error feedback."""
 
 
+WARM_UP = 4
+"""Number of untimed steps at the start: a process allocates, compiles and fills caches, and may take a third longer."""
+
+
 class StepClock:
     """Times the steps of a trial: each from the end of the previous one, or from the last decision.
 
-    The training's first step is not timed.
+    A process's first `WARM_UP` steps are not timed.
     """
 
     def __init__(self) -> None:
         self.last = 0
         """The last step that was counted."""
+        self._cold = WARM_UP - 1  # the end of the last one is where the first timed step begins
         self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step
 
     def __len__(self) -> int:
@@ -42,7 +47,10 @@ class StepClock:
     def count(self, step: int) -> None:
         """Count the end of a step."""
         self.last = step
-        self._moments.append((perf_counter(), step))
+        if self._cold:
+            self._cold -= 1
+        else:
+            self._moments.append((perf_counter(), step))
 
     def seconds(self) -> float:
         """The median seconds of a step, of an even number the lower one; 0 if none was timed."""
@@ -204,18 +212,17 @@ class Schedule:
         return self.policy.trial(self.decision, workers) is not None
 
     def measures(self, workers: int) -> bool:
-        """Return whether this step's noise is measured: in the last `MEASURED` steps of a trial.
+        """Return whether this step's noise is measured: in the last `MEASURED` steps of a trial of a lossy method.
 
         With error feedback, noise is measured in every step of a trial, since the probe must follow the held error. A
         graph is traced once, so it measures in every step.
         """
         if self.probe is None or self._xp.traced:
             return self.probe is not None
-        wanted = self.policy.trial(self.decision, workers)
-        if wanted is None:
+        wanted, levels = self.policy.trial(self.decision, workers), set(self.decision.levels.values())
+        if wanted is None or all(self.ways[level][0].compressor.traits.lossless for level in levels):
             return False
-        last = len(self._clock) >= wanted + 1 - MEASURED
-        return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
+        return len(self._clock) >= wanted + 1 - MEASURED or any(self._feeds_back[level] for level in levels)
 
     def trial_over(self, step: int, workers: int) -> bool:
         """Count step ``step`` of a trial; True when the trial is over, on all workers at the same step."""
@@ -224,7 +231,7 @@ class Schedule:
             return False
         self._clock.count(step)
         if self.probe is not None and len(self._clock) == 1:
-            self.probe.reset()  # like the time, the noise of the training's first step does not count
+            self.probe.reset()  # like their time, the noise of the first steps does not count
         return len(self._clock) > wanted
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:

@@ -59,8 +59,8 @@ It roughly fits short trainings of the same Transformer (docs/noise.md, `python 
 many steps as dense gradients.
 """
 EARLY = 10
-"""Number of steps after which the noise of a chosen method is checked for the first time. The interval doubles after
-each check, up to ``watch_steps``."""
+"""Number of steps after which a chosen method's noise and seconds are measured for the first time. The interval doubles
+after each measurement, up to ``watch_steps``."""
 WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
@@ -114,7 +114,8 @@ class Auto(Policy):
     `COARSE`, too.
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.1 or 2.
     ``trial_steps``: steps per method; their median counts (of two the shorter: the first may include a warm-up).
-    ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
+    ``watch_steps``: steps between two measurements of the chosen method's noise and seconds, fewer at first (`EARLY`);
+    0: none.
     ``margin``: the fraction by which a method must be cheaper than dense gradients, and than 16 bits, to be chosen.
     """
 
@@ -172,7 +173,7 @@ class Auto(Policy):
             return 0
         if not memo or memo["chosen"] is None:
             return self.trial_steps
-        if not self.watch_steps or level == DENSE:
+        if not self.watch_steps:
             return None
         return min(self.watch_steps, EARLY << memo.get("watched", 0))
 

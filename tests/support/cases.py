@@ -71,6 +71,21 @@ def looped(function: Any) -> Looped:
     return getattr(function, "looped", None) or Looped(function)
 
 
+def in_turn(names: str, cases: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize by cases and settings, which combine the axes: each case takes one setting, the next one in turn.
+
+    The other combinations are marked exhaustive.
+    """
+    cases, settings = list(cases), list(product(*axes))
+    assert len(cases) >= len(settings), "a setting would have no turn"
+    values = []
+    for number, case in enumerate(cases):
+        for turn, setting in enumerate(settings):
+            marks = [pytest.mark.exhaustive] * (number % len(settings) != turn)
+            values.append(pytest.param(*case, *setting, marks=marks, id="-".join(map(str, (*case, *setting)))))
+    return pytest.mark.parametrize(names, values)
+
+
 def loop(names: str, values: Iterable[Any]) -> Callable[[Any], Any]:
     """Decorator: run a test for each value, as `pytest.mark.parametrize` does, but all inside one test.
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from methods import PLAIN, built, lockstep, states, unchanged
+from support.cases import in_turn
 from support.groups import drawn, equal, groups_of, step, team
 from support.kernels import vector
 
@@ -170,8 +171,7 @@ def same_messages(points, message, one, two):
 
 
 @pytest.mark.filterwarnings("ignore:'natural' without error feedback")
-@pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("method", CODED)
+@in_turn("method, carrier", [(method,) for method in CODED], CARRIERS)
 def test_steps_have_the_bits_of_the_plain_functions(xp, monkeypatch, method, carrier):
     """Means, states and bytes, with a NaN in one tensor, over three steps."""
     sizes, found = (1, 9, 513, 2500), {}

@@ -11,6 +11,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 import numpy as np
 import pytest
 import torch
+from support.cases import in_turn
 from support.kernels import KINDS, blocks_of, efsignsgd_oracle, equal, ulps, vector
 
 from grace import simulate
@@ -32,10 +33,8 @@ SIZES = (1, 9, 513, 4101, 9001)
 BLOCKS = (0, 24, 512, 4096, 9000)
 CASES = [(n, "normal", block) for n in SIZES for block in BLOCKS if block < 2 * n]
 CASES += [(5001, kind, block) for kind in KINDS[1:] for block in (0, 512)]
-BLOCK_CASES = pytest.mark.parametrize("n, kind, block", CASES, ids=str)
 MEANS = [(*case, workers) for case in CASES if case[0] < 9001 for workers in (1, 3)]
 MEANS += [(513, "normal", 512, workers) for workers in (2, 4, 5, 6, 7, 8, 9, 17)]
-MEAN_CASES = pytest.mark.parametrize("n, kind, block, workers", MEANS, ids=str)
 
 
 @pytest.fixture
@@ -75,8 +74,7 @@ def repeated(scales, v, block):
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------
-@BLOCK_CASES
-@pytest.mark.parametrize("fed_back", [True, False])
+@in_turn("n, kind, block, fed_back", CASES, [True, False])
 def test_efsignsgd_encode(xp, plain, n, kind, block, fed_back):
     x, residual, v = pair(n, kind)
     v = v if fed_back else x
@@ -96,7 +94,7 @@ def test_efsignsgd_encode(xp, plain, n, kind, block, fed_back):
     equal(left, compressor.residual(tensor(v), (bits, scales), ctx) if fed_back else x)
 
 
-@MEAN_CASES
+@pytest.mark.parametrize("n, kind, block, workers", MEANS, ids=str)
 def test_efsignsgd_mean(xp, plain, n, kind, block, workers):
     compressor, ctx = EFSignSGD(block_size=block), Context(plain, "w", (n,))
     payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
@@ -108,9 +106,7 @@ def test_efsignsgd_mean(xp, plain, n, kind, block, workers):
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
-@BLOCK_CASES
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@in_turn("n, kind, block, bits, rounding", CASES, [8, 4, 2], ["nearest", "stochastic"])
 def test_blockint_encode(xp, plain, n, kind, block, bits, rounding):
     x, residual, v = pair(n, kind)
     compressor = BlockInt(bits=bits, block_size=block, rounding=rounding)
@@ -161,9 +157,8 @@ def test_halves_are_rounded_to_even_and_divisions_to_nearest(xp, plain, bits):
     equal(left, compressor.residual(tensor(v), payload, ctx))
 
 
-@MEAN_CASES
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_blockint_mean(xp, plain, n, kind, block, bits, workers):
+@in_turn("n, kind, block, workers, bits", MEANS, [8, 4, 2])
+def test_blockint_mean(xp, plain, n, kind, block, workers, bits):
     compressor, ctx = BlockInt(bits=bits, block_size=block), Context(plain, "w", (n,))
     payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
     equal(xp.kernels.quantisers.blockint_mean(payloads, None, n, block, bits), compressor.aggregate(payloads, ctx))
@@ -202,16 +197,14 @@ ROTATED = [
     Eden(),
 ]
 ROTATIONS = [(n, "normal") for n in SIZES] + [(5001, kind) for kind in KINDS[1:]]
-ROTATION_CASES = pytest.mark.parametrize("n, kind", ROTATIONS, ids=str)
-ROTATED_CASES = pytest.mark.parametrize("compressor", ROTATED, ids=str)
+EDENS = in_turn("n, kind, compressor", ROTATIONS, ROTATED)
 
 
 def rotation(compressor, ctx):
     return width_of(ctx, compressor.block_size), compressor.levels(), ctx.shared_rng("rotation")
 
 
-@ROTATION_CASES
-@ROTATED_CASES
+@EDENS
 def test_eden_encode(xp, plain, n, kind, compressor):
     x, residual, v = pair(n, kind)
     ctx = Context(plain, "w", (n,), rank=(0, 5, 31)[n % 3], step=n)
@@ -256,9 +249,8 @@ def test_normal_encode_writes_only_its_payload(xp, monkeypatch, bits):
     assert all((array[:4] == 7).all() and (array[-4:] == 7).all() for array in made)
 
 
-@ROTATION_CASES
-@ROTATED_CASES
 @pytest.mark.parametrize("workers", [1, 3])
+@EDENS
 def test_eden_mean(xp, plain, n, kind, compressor, workers):
     rotated_mean(xp, plain, n, kind, compressor, workers)
 

@@ -23,8 +23,6 @@ from grace.engine.probe import NoiseProbe
 
 MEASURED = 10
 """Number of steps at the end of a trial in which noise is measured, for levels without error feedback."""
-
-
 WARM_UP = 4
 """Number of untimed steps at the start: a process allocates, compiles and fills caches, and may take a third longer."""
 

@@ -1,4 +1,4 @@
-"""Elements that the workers agree on: gtopk, cltk, arctopk, sketch_sgd."""
+"""Elements that the workers agree on: gtopk, oktopk, cltk, arctopk, sketch_sgd."""
 
 import math
 
@@ -49,6 +49,108 @@ def gtopk(ratio, golden=None):
         lambda x: 8 * share(ratio, x.size),
         agreed=agreed,
         mask=True,
+        golden=golden,
+    )
+
+
+class OkTopK:
+    """Workers of Ok-Topk, from the paper's algorithms 1 and 2 on dense vectors, with this project's bounds of traffic.
+
+    After `step`, ``traffic`` has the 4-byte words of values and positions that each worker has sent and received,
+    int64[2, workers]; ``handed`` has the bytes of everything that worker 0 has handed over.
+    """
+
+    def __init__(self, ratio, size, n, thresholds_every=32, regions_every=64):
+        self.size, self.k = size, share(ratio, n)
+        self.periods = thresholds_every, regions_every
+        self.local, self.all = np.zeros(size, np.float32), np.float32(0)
+        self.bounds = np.array([n * r // size - 1 for r in range(1, size)])
+
+    def quota(self, index):
+        """The part of 3k/2 elements that has this number: the parts of ``size`` consecutive numbers make 3k/2."""
+        most, i = 3 * self.k // 2, index % self.size
+        return most * (i + 1) // self.size - most * i // self.size
+
+    def selected(self, x, rank, renew):
+        if renew:
+            self.local[rank] = np.sort(abs(x))[-self.k]
+        found = np.flatnonzero((abs(x) >= self.local[rank]) & (x != 0))
+        found = found if len(found) else top(abs(x), 1)
+        return found[top(abs(x[found]), self.k)]
+
+    def move_regions(self, chosen):
+        ends = [[mine[max(len(mine) * r // self.size - 1, 0)] for r in range(1, self.size)] for mine in chosen]
+        self.bounds = np.array(ends, np.float64).mean(0).astype(int)
+
+    def step(self, xs, step):
+        """The mean of xs, and what of each worker's x is in it."""
+        size, renew = self.size, step % self.periods[0] == 0
+        words, self.traffic = np.zeros((2, size, size), int), np.zeros((2, size), int)
+        chosen = [self.selected(x, rank, renew) for rank, x in enumerate(xs)]
+        self.handed = 8
+        if step % self.periods[1] == 0 and size > 1:
+            self.move_regions(chosen)
+            self.handed += 4 * (size - 1)
+
+        # Split and reduce.
+        sent, sums = [[] for _ in xs], np.zeros((size, len(xs[0])), np.float32)
+        for rank, x in enumerate(xs):
+            region = np.searchsorted(self.bounds, chosen[rank])
+            for owner in range(size):
+                part = chosen[rank][region == owner]
+                part = part[top(abs(x[part]), self.quota(owner - rank + step))]
+                sums[owner, part] += x[part]
+                sent[rank].append(part)
+                words[0, rank, owner] = 2 * len(part)
+        self.handed += 4 * words[0, 0].sum()
+
+        # The elements of each region above the threshold of all workers; with a new threshold, the largest ones.
+        most = 3 * self.k // 2 if renew else self.k
+        parts = [np.flatnonzero(total) for total in sums]
+        if renew:
+            parts = [part[top(abs(sums[r, part]), self.quota(r + step))] for r, part in enumerate(parts)]
+        else:
+            parts = [part[abs(sums[r, part]) >= self.all] for r, part in enumerate(parts)]
+        ends = np.cumsum([0, *map(len, parts)])
+        count = min(ends[-1], most)
+        ends = ends * count // max(ends[-1], 1)
+        parts = [part[top(abs(sums[r, part]), ends[r + 1] - ends[r])] for r, part in enumerate(parts)]
+
+        # Balance and allgather.
+        shares = ends if renew else np.arange(size + 1) * count // size
+        for r in range(size):
+            for to in range(size):
+                words[1, r, to] = 2 * max(0, min(ends[r + 1], shares[to + 1]) - max(ends[r], shares[to]))
+        held = 2 * np.diff(shares)
+        self.handed += 4 * words[1, 0].sum() + 4 * held[0]
+        apart = words * (1 - np.eye(size, dtype=int))
+        # In a ring a worker passes on all that it has but its successor's part.
+        self.traffic = apart.sum(0).sum(1) + held.sum() - np.roll(held, -1), apart.sum(0).sum(0) + held.sum() - held
+        total, final = sums.sum(0), np.sort(np.concatenate(parts))
+        final = final[top(abs(total[final]), self.k)]
+        if renew:
+            self.all = abs(total[final]).min(initial=np.inf) if len(final) else np.float32(0)
+        self.final = final
+        return at(total.astype(np.float64) / size, final), [
+            at(x, np.intersect1d(np.concatenate(mine), final)) for x, mine in zip(xs, sent, strict=True)
+        ]
+
+
+def oktopk(ratio, golden=None):
+    # With new thresholds and regions in every step, nothing is carried over from the last one.
+    def nbytes(x):
+        workers = OkTopK(ratio, 4, x.size)
+        workers.step([x.reshape(-1)] * 4, 0)
+        return workers.handed
+
+    return Row(
+        {"compressor": "oktopk", "compress_ratio": ratio, "thresholds_every": 1, "regions_every": 1},
+        ("allreduce",),
+        nbytes,
+        agreed=lambda xs, where: OkTopK(ratio, len(xs), len(xs[0])).step(xs, where.step),
+        mask=True,
+        ragged=True,
+        state=("local", "all", "bounds"),
         golden=golden,
     )
 
@@ -136,6 +238,10 @@ PAIR = (hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))
 ROWS = [
     gtopk(0.25, golden=(*PAIR, PAIR[1])),
     gtopk(0.01),
+    # Four equal workers, k = 2: regions end after element 5, and 3k/2 = 3 elements reach an owner. Element 5 is in the
+    # first region, whose owner has no part in step 0; three workers send element 7 to the last one: 3 * 1.5 / 4.
+    oktopk(0.25, golden=(hexes(1.125, dtype="f4"), hexes(7, dtype="i4"), hexes(7, dtype="i4"))),
+    oktopk(0.01),
     cltk(0.25, golden=PAIR),
     cltk(0.01),
     # Random signs + - + + and + + + -: products 1.75 and -0.25 of the first row, -1.375 and -0.375 of the second.

@@ -34,3 +34,10 @@ class AgreedSparsifier(Sparsifier):
     def select(self, x: Array, ctx: Context) -> Array:
         """Return int32[k], the positions of the largest elements, ascending."""
         return ctx.xp.topk_abs(x, self.count(ctx.size))
+
+
+def put_back(x: Array, used: Array, own: Array, ctx: Context) -> Array:
+    """Return x with zeros where this worker's elements ``own`` are among those ``used``, both int32 positions."""
+    xp = ctx.xp
+    mask = xp.inplace.scatter(xp.zeros(ctx.size, "uint8"), used, 1)
+    return xp.inplace.scatter(x, own, xp.where(xp.take(mask, own) != 0, 0.0, xp.take(x, own)))

@@ -182,6 +182,21 @@ def beyond(xp: Any, x: Array, threshold: Array) -> Array:
     return xp.concat([best[:extra], found])
 
 
+def largest(xp: Any, x: Array, room: Any) -> Array:
+    """Return int32[min(K, room)], ascending positions of the largest magnitudes of float32[K]; non-finite ones first.
+
+    ``room``: a number, or an integer scalar that a graph knows only when it runs; so is K.
+    """
+    length = xp.shape(x)[0]
+    if isinstance(length, int) and isinstance(room, int):
+        return xp.topk_abs(x, room)
+    size = xp.concat([xp.where(xp.isfinite(x), xp.abs(x), LARGEST), xp.full(1, float("inf"))])  # never empty
+    many = xp.lengths([x])
+    room = xp.minimum(many, room)
+    bound = xp.ranked(size, xp.cast(many - room, "int32"))
+    return xp.nonzero(first(xp, size > bound, size == bound, xp.cast(room, "int32"))[:-1])
+
+
 def signed(xp: Any, positions: Array, negative: Array) -> Array:
     """Return int32[K], positions that also encode a sign: -1 - position where ``negative``."""
     return xp.where(negative, -1 - positions, positions)

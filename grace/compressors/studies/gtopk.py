@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.compressors.agreed import AgreedSparsifier
+from grace.compressors.agreed import AgreedSparsifier, put_back
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Gather
 from grace.core.errors import sent_by
@@ -35,9 +35,7 @@ class GTopK(AgreedSparsifier):
         return (sums / ctx.world_size, positions, own), state
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        xp, own = ctx.xp, payload[2]
-        used = xp.inplace.scatter(xp.zeros(ctx.size, "uint8"), payload[1], 1)
-        return xp.inplace.scatter(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
+        return put_back(x, payload[1], payload[2], ctx)
 
     def merged(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
         """float32[k] and int32[k]: the largest elements of the sum of all payloads, and their positions."""

@@ -79,6 +79,7 @@ ROWS = [
     {"compressor": "wangni", "compress_ratio": 0.1, **ALL},
     {"compressor": "adacomp", **ALL},
     {"compressor": "gtopk", "compress_ratio": 0.05, **ALL},
+    {"compressor": "oktopk", "compress_ratio": 0.05, "thresholds_every": 2, **ALL},
     {"compressor": "cltk", "compress_ratio": 0.05, **ALL},
     {"compressor": "chunktopk", "chunk_size": 256, "chunk_k": 16, "communicator": "twostage", **ALL},
     {"compressor": "fp8", "format": "e5m2", "communicator": "twostage", **ALL},

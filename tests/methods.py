@@ -128,6 +128,7 @@ SETTINGS = {
         name: {"compress_ratio": 0.1}
         for name in ("topk", "adaptive_random", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
     },
+    "oktopk": {"compress_ratio": 0.1},
     "dgc": {"compress_ratio": 0.1, "memory": "residual"},
     "arctopk": {"compress_ratio": 0.2, "row_size": 4},
     "sketch_sgd": {"compress_ratio": 0.05},

@@ -10,6 +10,7 @@ from grace import Compressor
 from grace.compressors.measured.bf16 import BF16
 from grace.compressors.measured.fp16 import FP16
 from grace.compressors.measured.none import NoCompression
+from grace.compressors.measured.oktopk import OkTopK
 from grace.compressors.measured.powersgd import PowerSGD
 from grace.compressors.measured.topk import TopK
 from grace.core import Context
@@ -175,7 +176,7 @@ def test_only_transports_ask_for_the_name_of_a_toolkit():
 
 def test_measured_methods_have_kernels_for_buckets_and_need_no_study():
     measured = {cls for cls in compressors.values() if cls.__module__.startswith("grace.compressors.measured.")}
-    assert measured <= {*RECIPES, NoCompression, FP16, BF16, PowerSGD}, "these four need no recipe"
+    assert measured <= {*RECIPES, NoCompression, FP16, BF16, PowerSGD, OkTopK}, "these five need no recipe"
     assert {cls.__module__.split(".")[2] for cls in set(compressors.values()) - measured} == {"studies"}
     users = {
         module

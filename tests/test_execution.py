@@ -275,6 +275,7 @@ SWAPPING = [
     {"compressor": "powersgd", "memory": "residual", "communicator": "hierarchical", "outer": "allreduce"},
     {"compressor": "cltk", "memory": "lowpass"},
     {"compressor": "gtopk"},
+    {"compressor": "oktopk"},
     {"compressor": "arctopk"},
     {"compressor": "sketch_sgd"},
     {"compressor": "signum", "memory": "momentum"},

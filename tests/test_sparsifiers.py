@@ -19,6 +19,7 @@ from methods import (
     states,
     workers,
 )
+from table.agreements import OkTopK
 from table.row import Where
 
 from grace.backends.numpy import NumpyBackend
@@ -26,8 +27,12 @@ from grace.compressors.measured.qsgd import QSGD
 from grace.compressors.measured.topk import TopK
 from grace.compressors.studies.chain import Chain
 from grace.compressors.studies.randomk import RandomK
+from grace.core.collectives import AllToAll, Gather
 from grace.core.method import Method
+from grace.engine.scheduler import RoundScheduler
+from grace.engine.trace import Trace
 from grace.memories.none import NoMemory
+from grace.transports.local import LocalTransport, World
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 0.9])
@@ -265,6 +270,146 @@ def test_gtopk_has_k_elements_however_many_workers(xp):
         grace.build({"w": xp.zeros(1003)})
     for worker in lockstep(graces, [{"w": xp.asarray(spread(1003, seed=rank), "float32")} for rank in range(5)]):
         assert (xp.to_numpy(worker["w"]) != 0).sum() == 10
+
+
+# -- Ok-Topk: oracle in table/agreements.py ---------------------------------------------------------------------------
+def drift(n, size, step):
+    """Gradients whose magnitudes differ by worker and grow with the step, so that thresholds are stale."""
+    rng = np.random.default_rng([n, size, step])
+    return [(rng.standard_t(3, n) * (rank + 1) * 1.5**step).astype(np.float32) for rank in range(size)]
+
+
+def test_oktopk_follows_the_formula_while_thresholds_and_regions_are_reused(xp):
+    n, periods = 603, (3, 4)
+    for size in (2, 5, 8) if xp.name == "numpy" else (3,):
+        params = dict(zip(("thresholds_every", "regions_every"), periods, strict=True))
+        graces = workers({"compressor": "oktopk", "compress_ratio": 0.05, **params}, size)
+        for grace in graces:
+            grace.build({"w": xp.zeros(n)})
+        expected, residuals = OkTopK(0.05, size, n, *periods), np.zeros((size, n), np.float32)
+        for step in range(6):
+            xs = residuals + drift(n, size, step)
+            wanted, used = expected.step(xs, step)
+            means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in drift(n, size, step)])
+            found = host(xp, [mean["w"] for mean in means])
+            assert all(np.array_equal(found[0], other) for other in found)
+            np.testing.assert_allclose(found[0], wanted, rtol=1e-6, atol=1e-6 * abs(wanted).max())
+            residuals = np.array([state["w", "memory/residual"] for state in states(graces)])
+            assert np.array_equal(residuals, xs - used)
+            # The mean is exactly what has left the residuals, of elements that all workers know.
+            assert np.array_equal(np.flatnonzero(found[0]), expected.final)
+            assert ((residuals == xs) | (found[0] != 0)).all()
+            np.testing.assert_allclose(size * found[0], (xs - residuals).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_oktopk_by_hand(xp):
+    # k = 2, so each owner receives at most 3 elements: in step 0 one from its own number, two from the other worker.
+    # Regions end after the mean of elements 0 and 1, rounded down. Worker 1 keeps element 3, its second of region 1.
+    graces = workers({"compressor": "oktopk", "compress_ratio": 0.25}, 2)
+    gradients = [np.array([8, 0, 3, 0, 0, 1, 0, 0], np.float32), np.array([0, -4, 0, 2, -1, 0, 0, 0], np.float32)]
+    for grace in graces:
+        grace.build({"w": xp.zeros(8)})
+    for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
+        assert xp.to_numpy(worker["w"]).tolist() == [4, -2, 0, 0, 0, 0, 0, 0]
+    kept = [state["w", "memory/residual"].tolist() for state in states(graces)]
+    assert kept == [[0, 0, 3, 0, 0, 1, 0, 0], [0, 0, 0, 2, -1, 0, 0, 0]]
+    # A bound and two numbers of heads (4 + 8 bytes); 8 bytes per element: worker 0 sends one and gathers one, worker 1
+    # sends none and gathers two.
+    counts = [(report.bytes_sent, report.bytes_received) for report in (grace.report() for grace in graces)]
+    assert counts == [(12 + 8 + 8, 12 + 0 + 16), (12 + 0 + 16, 12 + 8 + 8)]
+
+
+def numbers_moved(programs, xp):
+    """int[2, workers]: values and positions that each worker sends and receives; a gather runs in a ring."""
+    world, size = World(len(programs)), len(programs)
+    flights = [
+        RoundScheduler("law", {"w": program}, LocalTransport(world, rank).bind(xp), Trace())
+        for rank, program in enumerate(programs)
+    ]
+    while [flight for flight in flights if not flight.advance()]:
+        pass
+    moved = np.zeros((2, size), int)
+    for rank, flight in enumerate(flights):
+        for _, asked, found in flight.asked:
+            if isinstance(asked, AllToAll):
+                moved[0, rank] += sum(len(a) for to, part in enumerate(asked.parts) if to != rank for a in part)
+            elif not asked.ragged if isinstance(asked, Gather) else True:
+                continue  # bounds, counts and flags
+            held = np.array([sum(map(len, part)) for part in found])
+            moved[1, rank] += held.sum() - held[rank]
+            if isinstance(asked, Gather):
+                moved[0, rank] += held.sum() - held[(rank + 1) % size]
+    return moved, [flight.results["w"] for flight in flights]
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 13, 64])
+def test_oktopk_moves_at_most_6k_numbers_even_when_thresholds_and_regions_are_stale(size):
+    n, k = 2000, 40
+    xp, compressor = NumpyBackend(), method_of(compressor="oktopk", compress_ratio=0.02, thresholds_every=4).compressor
+    expected = OkTopK(0.02, size, n, 4)
+    state = [compressor.init(context(xp, n, world_size=size)) for _ in range(size)]
+    narrow = np.where(np.arange(n) < n // 50, 100, 1)  # one region, later
+    for step, shape in enumerate([np.ones(n), 100 * np.ones(n), narrow, 0.01 * np.ones(n), narrow]):
+        xs = [normal(n, seed=step * size + rank) * shape.astype(np.float32) for rank in range(size)]
+        ctx = [context(xp, n, world_size=size, rank=rank, step=step) for rank in range(size)]
+        above = [(abs(x) >= expected.local[rank]).sum() for rank, x in enumerate(xs)]
+        assert step != 1 or min(above) > 10 * k, "the threshold is not stale"
+        moved, found = numbers_moved([compressor.compress(x, s, c) for x, s, c in zip(xs, state, ctx, strict=True)], xp)
+        state = [kept for _, kept in found]
+        expected.step(xs, step)
+        assert np.array_equal(moved, expected.traffic)
+        assert moved.max() <= 6 * k
+        assert all(np.array_equal(payload[1][payload[0] != 0], expected.final) for payload, _ in found)
+        assert len(expected.final) <= k
+
+
+def test_oktopk_shows_a_bad_element_that_is_in_no_message():
+    for step, rank in ((0, 0), (0, 3), (1, 4)):
+        graces = workers({"compressor": "oktopk", "compress_ratio": 0.1}, 5)  # k = 1: few workers may send
+        for grace in graces:
+            grace.build({"w": np.zeros(12, np.float32)})
+        for _ in range(step):
+            lockstep(graces, [{"w": np.ones(12, np.float32)}] * 5)
+        bad = np.zeros((5, 12), np.float32)
+        bad[rank, 3] = np.nan
+        assert not any(np.isfinite(worker["w"]).all() for worker in lockstep(graces, [{"w": x} for x in bad]))
+
+
+def test_oktopk_names_the_worker_whose_positions_are_wrong(xp):
+    ctx, empty = context(xp, 10, world_size=2), (xp.zeros(0), xp.zeros(0, "int32"))
+    for places in ([3, 10], [4, 3], [-1, 2]):
+        program = method_of(compressor="oktopk").compressor.compress(
+            xp.full(10, 1.0), {"local": xp.zeros(1), "all": xp.zeros(1), "bounds": xp.asarray([4], "int32")}, ctx
+        )
+        next(program)
+        program.send((xp.full(1, 4.0),))
+        with pytest.raises(ValueError, match=r"worker 1 of 2 sent a payload for 'w' that 'oktopk' cannot.*ascend"):
+            program.send([empty, (xp.full(2, 1.0), xp.asarray(places, "int32"))])
+
+
+def test_oktopk_with_another_number_of_workers_keeps_its_threshold_and_divides_anew():
+    def graces(size):
+        found = workers({"compressor": "oktopk", "compress_ratio": 0.05}, size)
+        for grace in found:
+            grace.build({"w": np.zeros(600, np.float32)})
+        return found
+
+    before, after = graces(3), graces(2)
+    lockstep(before, [{"w": x} for x in drift(600, 3, 0)])
+    saved = [grace.state_dict() for grace in before]
+    for grace in after:
+        grace.load_state_dict(*saved)
+    for old, new in zip(states(before), states(after), strict=False):
+        assert new["w", "compressor/bounds"].tolist() == [299]
+        assert new["w", "compressor/all"] == old["w", "compressor/all"] > 0
+        assert new["w", "compressor/local"] == old["w", "compressor/local"] > 0
+    lockstep(after, [{"w": x} for x in drift(600, 2, 1)])
+
+
+@pytest.mark.parametrize("key", ["thresholds_every", "regions_every"])
+def test_oktopk_refuses_a_period_of_no_steps(key):
+    with pytest.raises(ValueError, match=f"{key}=0 must be at least 1"):
+        method_of(compressor="oktopk", **{key: 0})
 
 
 def test_cltk_has_another_leader_at_every_step(xp):

@@ -161,7 +161,8 @@ def resized(
     ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each array
     follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the old
     workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
-    Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
+    Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not, or where
+    their shape depends on the number of workers.
     ``changed``: units whose strategy has changed. Their residuals are added to the first compression point of the new
     strategy, or carried to the next gradient if it has no such point. The means of the first compression move too; all
     other arrays start fresh.
@@ -208,7 +209,8 @@ def _follow(
         theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
         return host(theirs[rank % len(theirs)] if theirs else value)
     if rule is Resize.SAME:
-        return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
+        alike = (array for place, array in held if tuple(place) == (start, ctx.size))
+        return next((host(array) for array in alike if array.shape == value.shape), host(value))
     reach = max([stop, *(first + count for (first, count), _ in held)])
     total, holders = np.zeros(reach), np.zeros(reach)
     for (first, count), array in held:

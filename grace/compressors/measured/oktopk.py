@@ -31,10 +31,10 @@ class OkTopK(AgreedSparsifier):
     positions int32[m] that this worker has sent, m <= k. Elements that a worker has sent, but that are not in the mean,
     stay in its residual.
     A stale threshold may let more elements through. So a worker sends at most k elements, the largest; an owner
-    receives at most 3k/2 from all workers together, a fixed part from each; and at most k are gathered, or 3k/2 in steps
-    that find the shared threshold. What is left out stays in the residuals. So a worker sends and receives at most 6k
-    values and positions in any step, for any number of workers. Add one float32[N] every ``regions_every`` steps, and
-    8 N bytes for counts. With fewer than 2N/3 elements, N being the number of workers, some parts are empty, by turns.
+    receives at most 3k/2 from all workers, a fixed part from each; and at most k are gathered, or 3k/2 in steps that
+    find the shared threshold. What is left out stays in the residuals. So a worker sends and receives at most 6k values
+    and positions in any step, for any number of workers N. Beside them travel 8 bytes per worker for counts, and 4 per
+    region when regions move. If 3k/2 is less than N, some of the fixed parts are empty, by turns.
     State: local float32[1], the threshold of this worker; all float32[1], the one that all workers share; bounds
     int32[N-1], the last element of each region but the last, equal on all workers.
     ``compress_ratio``: k as a share of the elements, in (0, 1].
@@ -124,13 +124,20 @@ class OkTopK(AgreedSparsifier):
             parts.append((xp.take(values, best), xp.take(places, best)))
         return parts
 
+    def _checked(self, pairs: Sequence[Payload], ctx: Context) -> list[Payload]:
+        # Returns the pairs of values and positions if other workers can have sent them.
+        found = []
+        for worker, (values, places) in enumerate(pairs):
+            with sent_by(worker, self, ctx):
+                places = placed(ctx.xp, places, ctx.size)
+                found.append((matching(ctx.xp, values, "float32", places, "values"), places))
+        return found
+
     def _sums(self, received: Sequence[Payload], bound: Array, ctx: Context) -> Payload:
         # Returns the sums whose magnitude exceeds a bound, and their positions.
         xp, total = ctx.xp, ctx.xp.zeros(ctx.size)
-        for worker, (values, places) in enumerate(received):
-            with sent_by(worker, self, ctx):
-                values = matching(xp, values, "float32", places, "values")
-                total = xp.scatter_add(total, placed(xp, places, ctx.size), values)
+        for values, places in self._checked(received, ctx):
+            total = xp.scatter_add(total, places, values)
         found = xp.beyond(total, bound)
         return xp.take(total, found), found
 
@@ -158,7 +165,7 @@ class OkTopK(AgreedSparsifier):
         bounds = xp.integers(cuts)
         shares = yield AllToAll(tuple((values[a:b], places[a:b]) for a, b in pairwise(bounds)), ragged=True)
         pair = tuple(xp.concat(list(each)) for each in zip(*shares, strict=True))
-        everything = yield Gather(pair, ragged=True)
+        everything = self._checked((yield Gather(pair, ragged=True)), ctx)
         values, places = (xp.concat(list(each)) for each in zip(*everything, strict=True))
         (none,) = xp.integers(xp.cast(xp.lengths([values]) == 0, "int32"))  # a zero then carries the flag
         flag = xp.reshape(xp.sum(flags), (1,))

@@ -385,7 +385,8 @@ def overview() -> str:
         shelves.setdefault(cls.__module__.rpartition(".")[0], []).append(name)
     return f"""## Measured
 
-In `grace/compressors/measured`. Their kernels encode and decode a whole bucket at once, and their times are measured.
+In `grace/compressors/measured`. Kernels encode and decode a whole bucket at once (`oktopk` has none), and what they
+cost is measured.
 {_recommended()}
 
 {_table(shelves["grace.compressors.measured"])}

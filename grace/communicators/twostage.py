@@ -32,9 +32,8 @@ class TwoStage(Communicator):
     ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
     on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     ``levels``: dimensions of the grid, 1 or more; fewer if N has fewer prime factors, as the report says.
-    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
-    "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
-    so that all have equally many elements, with at most 6 k elements of traffic; here each shard sends its share of k.
+    Sparse methods send a fixed share of elements from each shard; "oktopk" selects over the whole tensor instead.
+    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4.
     """
 
     min_shard: int = 0

@@ -190,11 +190,10 @@ def largest(xp: Any, x: Array, room: Any) -> Array:
     length = xp.shape(x)[0]
     if isinstance(length, int) and isinstance(room, int):
         return xp.topk_abs(x, room)
-    size = xp.concat([xp.where(xp.isfinite(x), xp.abs(x), LARGEST), xp.full(1, float("inf"))])  # never empty
-    many = xp.lengths([x])
+    size, many = xp.where(xp.isfinite(x), xp.abs(x), LARGEST), xp.lengths([x])
     room = xp.minimum(many, room)
-    bound = xp.ranked(size, xp.cast(many - room, "int32"))
-    return xp.nonzero(first(xp, size > bound, size == bound, xp.cast(room, "int32"))[:-1])
+    bound = xp.ranked(xp.concat([size, xp.full(1, float("inf"))]), xp.cast(many - room, "int32"))
+    return xp.nonzero(first(xp, size > bound, size == bound, xp.cast(room, "int32")))
 
 
 def signed(xp: Any, positions: Array, negative: Array) -> Array:

@@ -147,7 +147,7 @@ def oktopk(ratio, golden=None):
         {"compressor": "oktopk", "compress_ratio": ratio, "thresholds_every": 1, "regions_every": 1},
         ("allreduce",),
         nbytes,
-        agreed=lambda xs, where: OkTopK(ratio, len(xs), len(xs[0])).step(xs, where.step),
+        agreed=lambda xs, where: OkTopK(ratio, len(xs), len(xs[0]), 1, 1).step(xs, where.step),
         mask=True,
         ragged=True,
         state=("local", "all", "bounds"),

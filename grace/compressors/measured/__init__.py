@@ -1,1 +1,1 @@
-"""Methods that are recommended or measured: their kernels encode and decode a whole bucket at once."""
+"""Methods that are recommended or measured: kernels encode and decode a whole bucket at once, except of `oktopk`."""

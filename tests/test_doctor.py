@@ -250,7 +250,7 @@ BITS = {  # formulas for 2^20 elements: ratio 0.01 (0.001 for dgc, sketch_sgd), 
     "dgc": 0.064,
     "adaq": 0.32,
     "gtopk": 0.64,
-    "oktopk": 0.64,
+    "oktopk": 0.8,  # half of k elements to the other worker, then three quarters: a step that finds thresholds
     "cltk": 0.64,
     "demo": 0.34,
     "powersgd": 0.25,

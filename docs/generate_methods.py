@@ -358,7 +358,7 @@ One short training, {trained["results"][0]["steps"]} steps of an LSTM, 2 workers
 |---|---|
 {chr(10).join(f"| `{method}` | {value:.1f} |" for method, value in quality.items())}
 
-With thresholds in every step it selects as `gtopk` does; reusing them for 32 steps costs quality in a training as short
+With new thresholds in every step it selects nearly as `gtopk` does; reusing them for 32 steps costs quality in a training as short
 as this. `topk` moves up to 2k elements of two workers, so `oktopk` needs twice the ratio to move as many."""
 
 

@@ -110,7 +110,7 @@ class OkTopK(AgreedSparsifier):
         # In a graph the message is empty in all other steps.
         (length,) = [cuts] if renew is True else xp.integers(xp.reshape(xp.cast(renew, "int32") * cuts, (1,)))
         (mean,) = yield Reduce((mine[:length],), "mean")
-        mean = xp.concat([mean, xp.zeros(cuts)])[:cuts]
+        mean = xp.reshape(xp.concat([mean, xp.zeros(cuts)])[:cuts], (cuts,))
         return _either(xp, renew, lambda: xp.cast(xp.minimum(mean, FAR), "int32"), old)
 
     def _split(self, x: Array, own: Array, bounds: Array, ctx: Context) -> list[Payload]:

@@ -99,7 +99,7 @@ WHEN = {
     "natural": "Eight bits, unbiased, without a residual or a norm. The relative error is small for every element, "
     "large or tiny.",
     "natural_dithering": "As `qsgd`, with finer levels near zero: better if most elements are far below the "
-    "largest of their block.",
+    'largest of their block. `norm="l2"` is NUQSGD.',
     "none": "The baseline, and what every tensor smaller than `min_numel` gets.",
     "oktopk": "As `topk`, with many workers: all of them together choose k elements of the whole tensor, and what a "
     "worker receives does not grow with their number. Set `fuse=\"bucket\"`, so that k is much larger than the number of "

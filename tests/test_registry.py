@@ -187,6 +187,7 @@ REFUSED = [
     ({"compressor": "geometric", "beta": 1.0}, r"beta=1.0 must lie in 1.1 \.\. 16"),
     ({"compressor": "natural_dithering", "base": 1.0}, r"base=1.0 must lie in 1.1 \.\. 16"),
     ({"compressor": "natural_dithering", "base": 4.0, "s": 65}, "up to 2 .. 126: .* fewer levels than s=65"),
+    ({"compressor": "natural_dithering", "norm": "l1"}, "norm='l1': choose 'max' or 'l2'"),
     ({"compressor": "adaptive_random", "compress_ratio": 0.0}, "compress_ratio=0.0 must lie"),
     ({"compressor": "adaptive_random", "unbiased": True, "memory": "residual"}, "diverges with 'adaptive_random'"),
     ({"compressor": "chain", "quantizer": "signsgd"}, "quantizer='signsgd' is a vote.* use 'qsgd'"),

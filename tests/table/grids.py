@@ -86,16 +86,16 @@ def blockint(bits, block, rounding="nearest", golden=None):
     )
 
 
-def natural_dithering(s, block, bits, everywhere=True, golden=None, **base):
-    """Powers of a base, 1 the largest; ``bits`` is the width of one code."""
-    b = base.get("base", 2.0)
+def natural_dithering(s, block, bits, everywhere=True, golden=None, **settings):
+    """Powers of a base, 1 the largest, relative to the largest magnitude or the 2-norm; ``bits``: width of one code."""
+    b, euclidean = settings.get("base", 2.0), settings.get("norm") == "l2"
     levels = np.array([0, *b ** np.arange(1.0 - s, 1)])
 
     def formula(x, where):
         u = where.uniform("round", len(x))
 
         def of_block(b, start):
-            top = abs(b).max(initial=0)
+            top = np.float32(np.sqrt((b.astype(np.float64) ** 2).sum())) if euclidean else abs(b).max(initial=0)
             y = (abs(b) / (top or np.float32(1))).astype(np.float64)
             lower = np.minimum(np.searchsorted(levels, y, side="right") - 1, s - 1)
             low, high = levels[lower], levels[lower + 1]
@@ -105,10 +105,15 @@ def natural_dithering(s, block, bits, everywhere=True, golden=None, **base):
 
     def variance(n):
         n = min(n, block or n)
-        return max((b - 1) ** 2 / b / 4, (math.sqrt(1 + (n - 1) * (b * b) ** (1 - s)) - 1) / 2)
+        if not euclidean:
+            return max((b - 1) ** 2 / b / 4, (math.sqrt(1 + (n - 1) * (b * b) ** (1 - s)) - 1) / 2)
+        # t² of |x|² = 1 lies in equal elements r below the lowest level l, each with variance r (l - r); the rest lies
+        # at the worst place between two levels.
+        t = np.linspace(0, 1, 10_001)
+        return (levels[1] * math.sqrt(n) * t - t**2 + (b - 1) ** 2 / b / 4 * (1 - t**2)).max()
 
     return Row(
-        {"compressor": "natural_dithering", "s": s, "block_size": block, **base},
+        {"compressor": "natural_dithering", "s": s, "block_size": block, **settings},
         cut(block),
         lambda x: packed(bits, x.size) + 4 * count(x.size, block),
         formula,
@@ -141,4 +146,8 @@ ROWS = [
     natural_dithering(40, 0, 7, everywhere=False),
     natural_dithering(15, 64, 5, base=1.5),
     natural_dithering(3, 0, 3, everywhere=False, base=4.0),
+    # |X|² = 8.140625. Levels below: 4 5 3 0 2 6 5 6, by .402 (the last two .051) of the way to the next; the draws .18,
+    # .09 and .27 round up: 5 -5 4 0 -3 6 -5 6.
+    natural_dithering(7, 512, 4, norm="l2", golden=("d5046b6d", hexes(8.140625**0.5, dtype="f4"))),
+    natural_dithering(3, 0, 3, everywhere=False, norm="l2"),
 ]

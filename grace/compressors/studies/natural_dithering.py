@@ -30,21 +30,26 @@ def _values(s: int, base: float = 2.0) -> list[float]:
 @register("natural_dithering")
 @dataclass(frozen=True)
 class NaturalDithering(Blockwise):
-    """Round magnitudes, relative to the block's largest, stochastically to 0, base**(1-s), ..., 1/base or 1; unbiased.
+    """Round magnitudes, relative to the block's norm, stochastically to 0, base**(1-s), ..., 1/base or 1; unbiased.
 
     Payload: codes uint8[ceil(b * n / 8)], each the number of a level, with the sign in the top bit; b = 1 + bits of s;
     scales float32[m].
     ``s``: number of nonzero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
     ``base``: 1.1 .. 16; base**(s-1) must not exceed 2**126. Only base 2 has native kernels.
+    ``norm``: the scale: "max", the largest magnitude, or "l2", the Euclidean norm. With "l2" and base 2 this is NUQSGD,
+    which counts one level less as its s; the bound of the variance is higher than with "max", and no kernel encodes.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering,
-    where the norm may be chosen; this is the infinity norm. For other bases than 2, exponential dithering: Beznosikov,
-    Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020, arXiv:2002.12410.
+    where the norm may be chosen. For other bases than 2, exponential dithering: Beznosikov, Horvath, Richtarik and
+    Safaryan, "On Biased Compression for Distributed Learning", 2020, arXiv:2002.12410. With the Euclidean norm:
+    Ramezani-Kebrya et al., "NUQSGD: Provably Communication-efficient Data-parallel SGD via Nonuniform Quantization",
+    JMLR 22(114), 2021, arXiv:1908.06077, section 3.
     """
 
     s: int = 7
     block_size: int = 512
     base: float = 2.0
+    norm: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +60,8 @@ class NaturalDithering(Blockwise):
                 f"base={self.base!r} must lie in 1.1 .. 16, and base ** (s - 1) up to 2 ** 126: use a smaller base or "
                 f"fewer levels than s={self.s!r}"
             )
+        if self.norm not in ("max", "l2"):
+            raise ValueError(f"norm={self.norm!r}: choose 'max' or 'l2'")
 
     @cached_property
     def traits(self) -> Traits:
@@ -70,12 +77,18 @@ class NaturalDithering(Blockwise):
         # variance is that of equal steps (as in `blockint`, if its largest element is exact). In the worst case all
         # elements are of one of these two kinds.
         n, b = max(1, min(n, self.traits.block_size or n)), self.base
+        if self.norm == "l2":
+            # Relative to |x|, elements r below the lowest power l have the variance r (l - r). They sum to at most
+            # l sqrt(n) t - t² if t² is the sum of their squares; the others add (b - 1)² / (4 b) (1 - t²).
+            between, below = (b - 1) ** 2 / (4 * b), b ** (1 - self.s) * n**0.5
+            t = min(1.0, below / (2 * (1 + between)))
+            return between + below * t - (1 + between) * t**2
         return max((b - 1) ** 2 / (4 * b), ((1 + (n - 1) * b ** (2 * (1 - self.s))) ** 0.5 - 1) / 2)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = xp.abs(blocks.rows(xp, x, self.traits.block_size))
-        scale = xp.max(rows, 1)
+        scale = xp.max(rows, 1) if self.norm == "max" else blocks.norms(xp, rows)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
         # The level below (at most the second highest), and its distance to the next level; exact for powers of two.
         levels = _levels(self.s, self.base)

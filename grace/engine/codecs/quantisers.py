@@ -134,7 +134,10 @@ CALLS: dict[type, Calls] = {
     FP8: blockwise("codes", lambda c: (c.block_size, _FP8[c.format]), draws=_unbiased),
     Natural: blockwise("codes", lambda c: (c.block_size, NATURAL[c.window]), draws=lambda c: c.stochastic),
     NaturalDithering: blockwise(
-        "codes", lambda c: (c.block_size, _dithered(c.s, c.bits)) if c.base == 2 else None, draws=_always
+        "codes",
+        lambda c: (c.block_size, _dithered(c.s, c.bits)) if (c.base, c.norm) == (2, "max") else None,
+        lambda c: (c.block_size, _dithered(c.s, c.bits)) if c.base == 2 else None,
+        draws=_always,
     ),
     Dettmers8: blockwise("codes", lambda c: (c.block_size, _codebook(c.table)), draws=lambda c: False),
     SharedInt: Calls(compress=_shared_compress, residual=_shared_residual, mean=_shared_mean),

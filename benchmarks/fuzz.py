@@ -150,9 +150,10 @@ class Payloads:
         self.seen = 2 if self.agreed else len(self.good[0])
         self.limit = -(-self.ctx.size // getattr(compressor, "row_size", 1))
         name = row.name
+        self.limit *= 8 if name == "variance" else 1  # three bits below a position
         # Indices of the arrays that stay valid when they are cut short.
-        self.loose = {"adaq": (1,), "wangni": (2,)}.get(name, ())
-        self.signed = {"adaq": (1,), "wangni": (2,)}.get(name, ())
+        self.loose = {"adaq": (1,), "wangni": (2,), "variance": (0,)}.get(name, ())
+        self.signed = {"adaq": (1,), "wangni": (2,), "variance": (0,)}.get(name, ())
         self.positions = [
             place
             for place, array in enumerate(self.good[0][: self.seen])

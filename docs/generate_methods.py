@@ -37,6 +37,7 @@ from grace.planner.measured import RECOMMENDED
 
 DOCS = Path(__file__).parent
 NOTES = {
+    "variance": "a first step sends nothing else than a scale; later ones what passes the test",
     "threshold": "measured with `threshold=2.5758`, which 1% of these numbers reach",
     "sidco": "in the first step, whose single stage selects more than 1% of these numbers; later about 0.64",
     "oktopk": "in a step that finds its thresholds, as the first; otherwise 0.64",
@@ -131,6 +132,8 @@ WHEN = {
     "threshold": "When gradients have a known, steady scale. Bytes vary from step to step; check the report, since a "
     "low threshold sends more than the dense gradient.",
     "topk": "When a few large elements carry most of the gradient. The simplest sparse method and the usual baseline.",
+    "variance": "Where most of a gradient is noise: an element waits until the gradients of several steps agree, with "
+    "no ratio to tune. A larger `alpha` sends less.",
     "wangni": "When sparse gradients must be unbiased, or a residual needs too much memory. Large elements are always "
     "sent, small ones with a probability.",
     "decoupled": "The default of `dion`, and for it alone. Use SGD without momentum.",

@@ -78,6 +78,7 @@ ROWS = [
     {"compressor": "stc", "compress_ratio": 0.05, **ALL},
     {"compressor": "wangni", "compress_ratio": 0.1, **ALL},
     {"compressor": "adacomp", **ALL},
+    {"compressor": "variance", "alpha": 1.0, **ALL},
     {"compressor": "gtopk", "compress_ratio": 0.05, **ALL},
     {"compressor": "oktopk", "compress_ratio": 0.05, "thresholds_every": 2, **ALL},
     {"compressor": "cltk", "compress_ratio": 0.05, **ALL},

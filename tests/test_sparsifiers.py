@@ -252,6 +252,81 @@ def test_adacomp_loses_nothing_in_fifty_steps(xp):
     assert abs(carried).max() > 0
 
 
+class Variances:
+    """Workers of variance-based sparsification, element by element from the paper's formulas."""
+
+    def __init__(self, size, n, alpha, zeta):
+        self.alpha, self.zeta = np.float32(alpha), np.float32(zeta)
+        self.r, self.v = np.zeros((size, n), np.float32), np.zeros((size, n), np.float32)
+
+    def step(self, gradients):
+        return np.mean([self.sent(g, self.r[rank], self.v[rank]) for rank, g in enumerate(gradients)], 0)
+
+    def sent(self, g, r, v):
+        r += g
+        v += g * g
+        sent, top = np.zeros(len(g)), 2.0 ** math.floor(math.log2(abs(r).max()))
+        for i in range(len(g)):
+            if r[i] * r[i] > self.alpha * v[i]:
+                low = 2.0 ** math.floor(math.log2(abs(r[i])))
+                near = min(top, low if abs(r[i]) - low < 2 * low - abs(r[i]) else 2 * low)
+                if near >= top / 2**7:
+                    sent[i] = math.copysign(near, r[i])
+                    r[i] = v[i] = 0
+                    continue
+            v[i] *= self.zeta
+        return sent
+
+
+@pytest.mark.parametrize(
+    "alpha, zeta, communicator", [(1.5, 0.999, "allgather"), (1.0, 0.9, "broadcast"), (0.3, 1.0, "allgather")]
+)
+def test_variance_follows_the_formula(xp, alpha, zeta, communicator):
+    params = {"compressor": "variance", "alpha": alpha, "zeta": zeta, "communicator": communicator}
+    graces, expected, many = workers(params, 3), Variances(3, 1003, alpha, zeta), 0
+    for grace in graces:
+        grace.build({"w": xp.zeros(1003)})
+    for step in range(5):
+        gradients = [spread(1003, seed=10 * step + rank) for rank in range(3)]
+        for g in gradients:
+            g[::5] = 0
+        wanted = expected.step(gradients)
+        many += np.count_nonzero(wanted)
+        for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
+            np.testing.assert_allclose(xp.to_numpy(worker["w"]), wanted, rtol=1e-6)
+    assert many > 100
+    for rank, state in enumerate(states(graces)):
+        np.testing.assert_allclose(state["w", "compressor/residual"], expected.r[rank], rtol=1e-5)
+        np.testing.assert_allclose(state["w", "compressor/squares"], expected.v[rank], rtol=1e-5)
+
+
+def test_variance_waits_until_gradients_agree(xp):
+    (grace,) = workers({"compressor": "variance"}, 1)
+    grace.build({"w": xp.zeros(4)})
+    found, sent = [], []
+    for sign in (1, -1, 1, -1):
+        g = xp.asarray(np.array([1, sign, 4, 0.0], np.float32), "float32")
+        before = grace.report().bytes_sent
+        found.append(xp.to_numpy(grace.step({"w": g})["w"]).tolist())
+        sent.append(grace.report().bytes_sent - before)
+    # A second equal gradient gives (2 g)² > 1.5 * 1.999 g²; opposite ones cancel out. A word for each of two elements.
+    assert found == [[0, 0, 0, 0], [2, 0, 8, 0]] * 2
+    assert sent == [4, 12] * 2
+
+
+def test_variance_keeps_what_its_code_cannot_express(xp):
+    method, x = method_of(compressor="variance", alpha=0.5), np.array([1, 2**-7, 2**-8 * 1.4, 0], np.float32)
+    payload, state = send(method, xp, x, context(xp, 4))
+    assert receive(method, xp, payload, context(xp, 4)).tolist() == [1, 2**-7, 0, 0]
+    assert np.array(xp.to_numpy(state["residual"])).tolist() == [0, 0, x[2], 0]
+
+
+def test_means_of_variance_are_not_compressed_again():
+    assert {grace.communicator.registered_name for grace in workers({"compressor": "variance"}, 4)} == {"allgather"}
+    with pytest.raises(ValueError, match=r"'twostage' cannot carry 'variance'.*Use communicator 'allgather'"):
+        workers({"compressor": "variance", "communicator": "twostage"}, 4)
+
+
 def test_gtopk_takes_back_what_is_not_used(xp):
     # Two workers send two elements each. The two largest sums contain one element of each worker.
     graces = workers({"compressor": "gtopk", "compress_ratio": 0.25}, 2)

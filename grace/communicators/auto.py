@@ -105,7 +105,9 @@ def choose(method: Method, workers: int, per_machine: int, link: LinkTimes | Non
     if method.compressor.traits.family == "low rank":
         return Allgather(), "the factors of shards are together larger than those of the tensor"
     if twostage.refusal(method):
-        return Allgather(), f"memory {name_of(method.memory)!r} forbids a second compression"
+        waits = method.compressor.traits.waits_for_steps
+        part = repr(name) if waits else f"memory {name_of(method.memory)!r}"
+        return Allgather(), f"{part} forbids a second compression"
     why = f"{2 * (workers - 1) / workers:.3g} payloads per worker instead of {workers - 1}"
     if link is None or (levels := levels_for(workers, link)) == 1:
         return twostage, why

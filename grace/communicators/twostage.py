@@ -75,6 +75,11 @@ class TwoStage(Communicator):
 
     def refusal(self, method: Method) -> str:
         """The reason why this communicator does not support a method; empty if it does."""
+        if method.compressor.traits.waits_for_steps:
+            return (
+                f"communicator 'twostage' cannot carry {name_of(method.compressor)!r}: its second compression would "
+                "wait again for several means that agree. Use communicator 'allgather'"
+            )
         memory, other = method.memory, "communicator 'allgather', or memory 'residual'"
         if type(memory).after_mean is Memory.after_mean or (
             memory.second_stage is not None and cuttable(method.compressor)

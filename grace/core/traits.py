@@ -49,6 +49,8 @@ class Traits:
     """NaN and infinity in x appear in the payload's float32 arrays."""
     internal_feedback: bool = False
     """The compressor has its own error feedback, in its state."""
+    waits_for_steps: bool = False
+    """An element is sent once several gradients agree on it, so a mean, compressed again, would wait a second time."""
     lossless: bool = False
     """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
     max_magnitude: float = 1e30

@@ -1,4 +1,5 @@
-"""Elements chosen by a sample, by chance or by bins: dgc, adaptive_random, wangni, adacomp, adaq."""
+"""Elements chosen by a sample, by chance or by bins: dgc, adaptive_random, wangni, adacomp, adaq,
+variance."""
 
 import math
 
@@ -186,6 +187,25 @@ def adacomp(size, golden=None):
     )
 
 
+def variance(alpha, zeta, golden=None):
+    """``alpha`` is below 1: the first step sends all elements within 2**-7 of the largest, rounded to powers of two."""
+
+    def count(x):
+        exponent = np.frexp(x[x != 0])[1]
+        up = abs(x[x != 0]) >= 1.5 * 2.0 ** (exponent - 1)
+        return np.sum(exponent + up >= exponent.max(initial=-149) - 7)
+
+    return Row(
+        {"compressor": "variance", "alpha": alpha, "zeta": zeta},
+        ANY,
+        lambda x: 4 + 4 * int(count(x.reshape(-1))),
+        ragged=True,
+        state=("residual", "squares"),
+        largest=1e15,
+        golden=golden,
+    )
+
+
 ROWS = [
     dgc(0.25, golden=(hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
     dgc(0.15, "bitmap"),
@@ -203,4 +223,6 @@ ROWS = [
     # Bins 0.5 -1 0.25 0 and -0.125 2 -0.75 1.5: elements are sent where twice their magnitude reaches 1 and 2.
     adacomp(4, golden=("0202", "00810103", hexes(1.5, dtype="f4"))),
     adacomp(50),
+    # Powers of two 2**1 / 2**d nearest to X, 0.75 and 1.5 rounded up: d = 2 1 3 - 4 0 1 0.
+    variance(0.5, 0.9, golden=(hexes(2, ~9, 19, ~36, 40, ~49, 56, dtype="i4"), hexes(2, dtype="f4"))),
 ]

@@ -107,6 +107,14 @@ ROWS = [
     {"compressor": "adaptive_random", "compress_ratio": 0.05, "memory": "econtrol", "refresh": 3, **ALL},
     {"compressor": "geometric", "memory": "ef21", "momentum": 0.5, **ALL},
     {"compressor": "damped", "method": "natural_dithering", "base": 3, "s": 3, "communicator": "twostage", **ALL},
+    {
+        "compressor": "gradiveq",
+        "slice_size": 16,
+        "compress_ratio": 0.25,
+        "train_steps": 2,
+        "compressed_steps": 1,
+        **ALL,
+    },
     # Two stages: shards of fixed and of variable length, on all workers or on a few. Without atomo: its payload has
     # equal singular values, so rounding decides what the second stage draws.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage", **ALL},

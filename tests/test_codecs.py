@@ -23,7 +23,7 @@ from grace.transports.local import LocalTransport
 
 PLAIN = {
     *("none", "fp16", "dion", "adaptive_random", "damped", "geometric", "kashin"),
-    *("adacomp", "arctopk", "gtopk", "oktopk", "sketch_sgd", "variance", "wangni"),
+    *("adacomp", "arctopk", "gradiveq", "gtopk", "oktopk", "sketch_sgd", "variance", "wangni"),
 }
 """Compressors without kernels: casts and matrix products, which toolkits have, and methods that no page recommends."""
 ROUNDED = {"demo", "thc"}

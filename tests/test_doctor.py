@@ -256,6 +256,7 @@ BITS = {  # formulas for 2^20 elements: ratio 0.01 (0.001 for dgc, sketch_sgd), 
     "powersgd": 0.25,
     "acpsgd": 0.125,
     "gradzip": 0.25,
+    "gradiveq": 32,  # in the first step
     "dion": 32 * 256 * 2048 / 2**20,
     "atomo": 0.25,
     "chunktopk": 64 / 4096 * 14 + 64 / 4096,

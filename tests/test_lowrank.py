@@ -1,4 +1,4 @@
-"""Methods that compress matrices: powersgd, acpsgd, gradzip, atomo, dion, demo."""
+"""Methods that compress matrices: powersgd, acpsgd, gradzip, atomo, dion, demo; and slices: gradiveq."""
 
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from methods import (
     together,
     workers,
 )
+from table.row import blocks
 from table.transforms import dct
 
 from grace import grace_from_params
@@ -284,6 +285,98 @@ def test_gradzip_solves_least_squares(xp):
     q = np.mean([fit(m.T, p) for m in gradients], 0)
     for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
         np.testing.assert_allclose(xp.to_numpy(worker["w"]), p.T @ q, rtol=1e-3, atol=1e-4)
+
+
+class Slices:
+    """Workers of GradiVeQ: slices of 16 elements, four directions, cycles of three steps and two compressed ones."""
+
+    def __init__(self, size, n):
+        self.residuals, self.samples = np.zeros((size, n)), []
+
+    def step(self, gradients, step):
+        x = gradients + self.residuals
+        if step % 5 < 3:
+            self.residuals[:], mean = 0, x.mean(0)
+            whole = mean[: len(mean) // 16 * 16].reshape(-1, 16)
+            if step % 5 < 2:  # the third step sends what was learnt from two
+                self.samples = [*(self.samples if step % 5 else []), *whole]
+            return mean
+        middle = np.mean(self.samples, 0)
+        directions = np.linalg.svd(self.samples - middle)[2][:4]
+        sent = [np.concatenate([self.projected(s, middle, directions) for s in blocks(each, 16)]) for each in x]
+        self.residuals = x - sent
+        return np.mean(sent, 0)
+
+    def projected(self, part, middle, directions):
+        middle, directions = middle[: len(part)], directions[:, : len(part)]
+        return middle + (part - middle) @ directions.T @ directions
+
+
+GRADIVEQ = {
+    "compressor": "gradiveq",
+    "slice_size": 16,
+    "compress_ratio": 0.25,
+    "train_steps": 3,
+    "compressed_steps": 2,
+}
+SENT = [4 * 1003, 4 * 1003, 4 * (1003 + 16 + 4 * 16), 4 * 4 * 63, 4 * 4 * 63]
+"""Bytes of a cycle for 1003 elements: all; also a mean slice and four directions; four coordinates of 63 slices."""
+
+
+def correlated(n, seed):
+    """Slices of 16 elements, as sums of directions with weights 1, 1/2, 1/4, ... around a mean."""
+    directions = np.random.default_rng(0).standard_normal((17, 16)) * 0.5 ** np.arange(-1, 16)[:, None]
+    rng, count = np.random.default_rng([1, seed]), -(-n // 16)
+    weights = np.concatenate([np.ones((count, 1)), rng.standard_normal((count, 16))], 1)
+    return (weights @ directions).reshape(-1)[:n].astype(np.float32)
+
+
+def test_gradiveq_follows_the_formula(xp):
+    graces, expected = workers(GRADIVEQ, 3), Slices(3, 1003)
+    for grace in graces:
+        grace.build({"w": xp.zeros(1003)})
+    for step in range(9):
+        before = graces[0].report().bytes_sent
+        gradients = [correlated(1003, 10 * step + rank) for rank in range(3)]
+        means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients])
+        wanted = expected.step(np.array(gradients), step)
+        for worker in means:
+            np.testing.assert_allclose(xp.to_numpy(worker["w"]), wanted, atol=1e-4 * abs(wanted).max())
+        assert graces[0].report().bytes_sent - before == SENT[step % 5]
+    for rank, state in enumerate(states(graces)):
+        np.testing.assert_allclose(
+            state["w", "memory/residual"], expected.residuals[rank], atol=1e-4 * abs(gradients[0]).max()
+        )
+
+
+def test_gradiveq_in_a_graph_has_two_kinds_of_steps():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    inside, outside = (workers(GRADIVEQ, 1)[0] for _ in range(2))
+    for grace in (inside, outside):
+        grace.build({"w": xp.zeros(1003)})
+    graph = tf.function(lambda g: inside.step({"w": g})["w"], autograph=False)
+    for step in range(7):
+        g = tf.constant(correlated(1003, step))
+        np.testing.assert_allclose(graph(g), outside.step({"w": g})["w"], rtol=1e-4, atol=1e-4)
+        assert inside.report().bytes_sent == outside.report().bytes_sent
+    assert outside.report().bytes_sent == sum(SENT) + sum(SENT[:2])
+
+
+def test_gradiveq_uses_only_directions_that_it_has_seen(xp):
+    # One slice in each of two steps: a mean, and one direction.
+    grace = workers(GRADIVEQ, 1)[0]
+    grace.build({"w": xp.zeros(16)})
+    one, two = spread(16, seed=1), spread(16, seed=2)
+    for step, g in enumerate((one, two, spread(16, seed=4), 3 * one - 2 * two, spread(16, seed=3))):
+        found = xp.to_numpy(grace.step({"w": xp.asarray(g, "float32")})["w"])
+        if step > 2:
+            change, rest = (one - two).astype(np.float64), found - (one + two) / 2.0
+            np.testing.assert_allclose(rest, (rest @ change / (change @ change)) * change, atol=1e-5 * abs(g).max())
+    kept = states([grace])[0]["w", "compressor/frame"]
+    assert np.count_nonzero(abs(kept).max(1)) == 2
+    np.testing.assert_allclose(kept[0], (one + two) / 2, rtol=1e-5, atol=1e-6)
 
 
 def water(s, r):

@@ -184,6 +184,8 @@ REFUSED = [
     ({"compressor": "chain", "sparsifier": "qsgd"}, "sparsifier='qsgd' does not .* use 'topk' or 'randomk'"),
     ({"compressor": "chain", "sparsifier": "randomk", "mode": "bernoulli"}, "'randomk' does not .* with mode 'fixed'"),
     ({"compressor": "randomk", "mode": "block"}, "mode='block': choose 'fixed' or 'bernoulli'"),
+    ({"compressor": "gradiveq", "slice_size": 0}, r"slice_size=0 must lie in 1 \.\. 4096"),
+    ({"compressor": "gradiveq", "train_steps": 1}, "train_steps=1 must be at least 2"),
     ({"compressor": "geometric", "beta": 1.0}, r"beta=1.0 must lie in 1.1 \.\. 16"),
     ({"compressor": "natural_dithering", "base": 1.0}, r"base=1.0 must lie in 1.1 \.\. 16"),
     ({"compressor": "natural_dithering", "base": 4.0, "s": 65}, "up to 2 .. 126: .* fewer levels than s=65"),

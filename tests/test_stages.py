@@ -229,7 +229,8 @@ def test_most_methods_cross_an_edge():
             cross(pair, h)
     # Methods in which workers must agree, and two with a state.
     agreed = {"acpsgd", "arctopk", "cltk", "dion", "gradzip", "gtopk", "powersgd", "shared_int", "sketch_sgd", "thc"}
-    assert refused == agreed | {"adacomp", "oktopk", "variance"}
+    agreed |= {"gradiveq", "oktopk"}
+    assert refused == agreed | {"adacomp", "variance"}
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------

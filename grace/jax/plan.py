@@ -152,6 +152,7 @@ def plan_of(config: Mapping[str, Any], axes: Axes, sizes: tuple[int, ...]) -> Pl
 
 UNLIKE = {
     "acpsgd": "whose messages have another length in every second step",
+    "gradiveq": "whose messages are longer in the steps in which it learns",
     "gtopk": "whose workers send to different workers, round by round",
 }
 """Compressors of fixed length that one program for all devices and steps cannot run, and the reason."""

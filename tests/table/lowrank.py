@@ -1,8 +1,8 @@
-"""Factors of a matrix: powersgd, acpsgd, gradzip, atomo, dion."""
+"""Factors of a matrix: powersgd, acpsgd, gradzip, atomo, dion. Principal components of slices: gradiveq."""
 
 import math
 
-from table.row import ANY, Row
+from table.row import ANY, Row, X, hexes
 
 
 def sides(rank, shape):
@@ -44,6 +44,19 @@ def orthonormal(fraction, **settings):
     return Row(params, ("allreduce",), nbytes, matrix=True, state=("q",))
 
 
+def sliced(size, ratio, train, compressed, golden=None):
+    """The first step is uncompressed: it sends each element, and keeps what it sent."""
+    params = {"slice_size": size, "compress_ratio": ratio, "train_steps": train, "compressed_steps": compressed}
+    return Row(
+        {"compressor": "gradiveq", **params},
+        ("allreduce",),
+        lambda x: 4 * x.size,
+        state=("moments", "frame"),
+        largest=1e15,
+        golden=golden,
+    )
+
+
 ROWS = [
     factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
     factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
@@ -53,4 +66,6 @@ ROWS = [
     drawn(3),
     orthonormal(0.25),
     orthonormal(0.1, output_axis=-1),
+    sliced(8, 0.25, 2, 3, golden=(hexes(*X, dtype="f4"), hexes(*X, dtype="f4"))),
+    sliced(33, 0.1, 3, 2),
 ]

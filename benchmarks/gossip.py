@@ -7,44 +7,15 @@ distance from the mean is a thousandth of the initial one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from grace.core import Array, Context, Program, State
-from grace.gossip import Edge, Full, Gossip, Mixing, PowerGossip, swap
+from grace.gossip import Choco, Full, Gossip, Mixing, PowerGossip
 from grace.transports.local import LocalTransport, World
 
 RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 WORKERS, SIDE = 8, 100
-
-
-@dataclass(frozen=True)
-class ChocoSign(Mixing):
-    """Each worker keeps copies of its neighbours and itself, and sends the signs of its own copy's error.
-
-    Koloskova, Stich and Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
-    communication", ICML 2019, arXiv:1902.00340, algorithm 1 (Choco-Gossip).
-    """
-
-    gamma: float
-
-    def init(self, ctx: Context, near: Sequence[Edge]) -> State:
-        return {str(worker): ctx.xp.zeros(ctx.size) for worker in (ctx.rank, *(edge.peer for edge in near))}
-
-    def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
-        xp = ctx.xp
-        lacks = x - state[str(ctx.rank)]
-        mine = (xp.bits.pack_signs(lacks), xp.reshape(xp.sum(xp.abs(lacks)) / ctx.size, (1,)))
-        received = yield from swap({edge.peer: mine for edge in near}, ctx)
-        sent = {ctx.rank: mine, **{edge.peer: part for edge, part in zip(near, received, strict=True)}}
-        state = {
-            str(w): state[str(w)] + xp.bits.unpack_signs(bits, ctx.size) * scale for w, (bits, scale) in sent.items()
-        }
-        for edge in near:
-            x = x + self.gamma * edge.weight * (state[str(edge.peer)] - state[str(ctx.rank)])
-        return x, state
 
 
 def rounds(gossips: Sequence[Gossip], parameters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,7 +60,7 @@ def consensus(mixing: Mixing, start: list[Any], most: int, to: float = 1e-3) -> 
 
 def tuned(start: list[Any], most: int = 200) -> tuple[float, int]:
     """The rate at which CHOCO needs the fewest bytes, and that number."""
-    found = {rate: consensus(ChocoSign(rate), start, most) for rate in RATES}
+    found = {rate: consensus(Choco("efsignsgd", rate), start, most) for rate in RATES}
     return min(((rate, sent) for rate, (d, sent) in found.items() if d[-1] < 1e-3), key=lambda pair: pair[1])
 
 
@@ -103,8 +74,8 @@ def main() -> None:
             (Full(), 100),
             (PowerGossip(1), 4000),
             (PowerGossip(4), 1000),
-            (ChocoSign(rate), 200),
-            (ChocoSign(0.8), 1000),
+            (Choco("efsignsgd", rate), 200),
+            (Choco("efsignsgd", 0.8), 1000),
         ):
             distances, sent = consensus(mixing, start, most)
             print(f"| {kind} | `{mixing}` | {len(distances)} | {sent:,} | {distances[-1]:.4f} |")

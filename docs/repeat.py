@@ -22,15 +22,26 @@ def search(printed: str) -> list[str]:
     """The distances to the optimum: of the refined search, then of the paper's."""
     found = [float(each) for each in re.findall(r"(?:mean|max) ([\d.]+)", printed)]
     refined, worst, paper, most = (100 * each for each in found)
-    return [f"{paper:.1f} % from the optimum on average, {most:.0f} % at worst", f"{refined:.2f} and {worst:.2f} %"]
+    return [
+        f"{paper:.1f} % from the optimum on average, {most:.0f} % at worst",
+        f"{refined:.2f} and {worst:.2f} %",
+    ]
 
 
 def gossip(printed: str) -> list[str]:
     """How many times fewer bytes CHOCO sends than PowerGossip, over both kinds of matrices."""
-    rows = [re.split(r" *\| *", line.replace("`", ""))[1:-1] for line in printed.splitlines() if "(" in line]
-    sent = {(kind, name.split(", steps")[0]): int(size.replace(",", "")) for kind, name, _, size, _ in rows}
+    rows = [
+        re.split(r" *\| *", line.replace("`", ""))[1:-1]
+        for line in printed.splitlines()
+        if "(" in line
+    ]
+    sent = {
+        (kind, name.split(", steps")[0]): int(size.replace(",", ""))
+        for kind, name, _, size, _ in rows
+    }
     shares = [
-        sent[kind, f"PowerGossip(rank={rank}"] / sent[kind, "ChocoSign(gamma=1.0)"]
+        sent[kind, f"PowerGossip(rank={rank}"]
+        / sent[kind, "Choco(compressor=EFSignSGD(block_size=0), gamma=1.0)"]
         for kind in ("random", "rank 4")
         for rank in (1, 4)
     ]
@@ -45,9 +56,16 @@ def kashin(printed: str) -> list[str]:
 
 def accuracies(printed: str) -> list[str]:
     """Mean accuracies of three seeds each: synchronous, DiLoCo, SparseLoCo."""
-    found = [float(each) for each in re.findall(r"epoch 20: .*test accuracy ([\d.]+)%", printed)]
+    found = [
+        float(each)
+        for each in re.findall(r"epoch 20: .*test accuracy ([\d.]+)%", printed)
+    ]
     means = [statistics.mean(found[first : first + 3]) for first in (0, 3, 6)]
-    return [f"{means[0]:.1f} % synchronous", f"{means[1]:.1f} % with 1/20", f"{means[2]:.1f} % with 1/2049"]
+    return [
+        f"{means[0]:.1f} % synchronous",
+        f"{means[1]:.1f} % with 1/20",
+        f"{means[2]:.1f} % with 1/2049",
+    ]
 
 
 def passed(printed: str) -> list[str]:
@@ -86,13 +104,21 @@ def main(names: list[str]) -> int:
         printed = ""
         for command in commands[:count]:
             print(f"{name}: {command}", flush=True)
-            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+            done = subprocess.run(
+                ["bash", "-c", command],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+            )
             printed += done.stdout
             if done.returncode:
                 print(done.stderr[-1000:])
                 wrong += 1
         for figure in read(printed):
-            print(f"  {'as on the page' if figure in row else 'NOT ON THE PAGE'}: {figure}")
+            print(
+                f"  {'as on the page' if figure in row else 'NOT ON THE PAGE'}: {figure}"
+            )
             wrong += figure not in row
     return int(wrong > 0)
 

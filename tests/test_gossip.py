@@ -11,11 +11,13 @@ from launch import launch
 from methods import BACKENDS, backend, normal
 from support.digits import accuracy, digits, gradient
 
-from grace.gossip import Full, Gossip, PowerGossip, edges, neighbours
+from grace.core import Combine
+from grace.core.registry import compressors
+from grace.gossip import Choco, Full, Gossip, PowerGossip, edges, neighbours
 from grace.transports.local import LocalTransport, World
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.gossip import ChocoSign, consensus, matrices, rounds, tuned, workers
+from benchmarks.gossip import consensus, matrices, rounds, tuned, workers
 
 TOPOLOGIES = {"ring": 5, "torus": 12, "complete": 4, "pairs": 4}
 PAIRS = [(0, 1), (3, 1), (1, 2)]  # a star
@@ -108,7 +110,7 @@ MIXINGS = [
     PowerGossip(gamma=0.5, warm_start=False),
     PowerGossip(sign=True),
     Full(),
-    ChocoSign(0.5),
+    Choco("efsignsgd", 0.5),
 ]
 
 
@@ -122,12 +124,12 @@ def test_the_sum_over_workers_stays(name, topology, mixing):
         for name in ("w", "b"):
             before = np.sum([x[name] for x in begin], 0, dtype=np.float64)
             np.testing.assert_allclose(np.sum([x[name] for x in after], 0, dtype=np.float64), before, atol=1e-5)
-    if mixing != ChocoSign(0.5):  # ChocoSign(0.5) needs more rounds
+    if mixing != Choco("efsignsgd", 0.5):  # which needs more rounds
         first, last = (np.array([x["w"] for x in xs]) for xs in (begin, history[-1]))
         assert np.linalg.norm(last - last.mean(0)) < np.linalg.norm(first - first.mean(0))
 
 
-@pytest.mark.parametrize("mixing", [PowerGossip(rank=9), PowerGossip(rank=50), Full()], ids=str)
+@pytest.mark.parametrize("mixing", [PowerGossip(rank=9), PowerGossip(rank=50), Full(), Choco("none", 1)], ids=str)
 @pytest.mark.parametrize("shape", [(9, 14), (14, 9), (3, 3, 2, 7)])
 @on_topologies
 def test_full_rank_is_exact_gossip(name, topology, mixing, shape):
@@ -173,6 +175,101 @@ def test_bytes_are_those_of_the_neighbours_alone():
     assert "powergossip on ring" in str(report)
 
 
+# -- CHOCO ---------------------------------------------------------------------------------------------------------
+def signs(v):
+    return np.abs(v).mean() * np.where(v >= 0, 1, -1)
+
+
+def largest_tenth(v):
+    kept = np.argsort(-np.abs(v))[: max(1, v.size // 10)]
+    return np.isin(np.arange(v.size), kept) * v
+
+
+SENT = {"efsignsgd": signs, "topk": largest_tenth}
+TENTH = {"compressor": "topk", "compress_ratio": 0.1}
+HUNDREDTH = {"compressor": "topk", "compress_ratio": 0.01}
+
+
+@pytest.mark.parametrize("choice", ["efsignsgd", TENTH], ids=str)
+@on_topologies
+def test_choco_follows_the_papers_formula(name, topology, choice):
+    # Each worker j adds Q(x_j - c_j) to its public copy c_j; then x_i becomes x_i + gamma sum_j w_ij (c_j - c_i).
+    size, gamma = TOPOLOGIES[topology], 0.6
+    begin, w = starts(size), weights(topology_of(topology), size)
+    q = SENT[choice if isinstance(choice, str) else choice["compressor"]]
+    history, gossips = mixed(backend(name), Choco(choice, gamma), topology_of(topology), begin, 4)
+    for key in ("w", "b"):
+        x = np.array([start[key].ravel() for start in begin], np.float64)
+        copies = np.zeros_like(x)
+        for after in history:
+            copies += [q(lack) for lack in x - copies]
+            x += gamma * (w @ copies - copies)
+            np.testing.assert_allclose([mine[key].ravel() for mine in after], x, atol=2e-5)
+        for rank, gossip in enumerate(gossips):
+            state = gossip.state_dict()["tensors"][key]
+            near = [rank, *np.flatnonzero(w[rank] * (np.arange(size) != rank))]
+            assert state.keys() == {f"copy/{worker}" for worker in near}
+            for worker in near:
+                np.testing.assert_allclose(state[f"copy/{worker}"], copies[worker], atol=2e-5)
+
+
+REFUSED = {"adacomp", "atomo", "signsgd", "signum", "terngrad", "wangni"}
+"""Those that suit no differences: a residual of their own, votes, and errors beyond the input."""
+
+
+@pytest.mark.parametrize("name", sorted(compressors))
+def test_choco_takes_every_compressor_that_needs_no_other_workers(name):
+    if name in REFUSED or compressors[name]().traits.combine is Combine.AGREED:
+        with pytest.raises(ValueError, match=rf"Choco cannot send differences by '{name}': .*[uU]se "):
+            Choco(name, 0.2)
+        return
+    begin = starts(4, (16, 16))
+    history, gossips = mixed(backend("numpy"), Choco(name, 0.2), "ring", begin, 3)
+    for key in ("w", "b"):
+        sums = [np.sum([x[key] for x in xs], 0, dtype=np.float64) for xs in (begin, history[-1])]
+        np.testing.assert_allclose(sums[1], sums[0], atol=1e-4)
+    assert any(np.any(after["w"] != before["w"]) for after, before in zip(history[-1], begin, strict=True))
+    copies = [gossip.state_dict()["tensors"]["w"] for gossip in gossips]
+    for worker in range(4):
+        held = [state[f"copy/{worker}"] for state in copies if f"copy/{worker}" in state]
+        assert len(held) == 3
+        assert all(np.array_equal(each, held[0]) for each in held), "a worker's copy is one thing"
+
+
+def test_bytes_of_choco_by_hand():
+    # 2 neighbours x 2 rounds x (126 signs and a scale; 5 signs and a scale).
+    report = mixed(backend("numpy"), Choco("efsignsgd", 0.5), "ring", starts(6), 2)[1][3].report()
+    assert report.bytes_sent == report.bytes_received == 2 * 2 * ((16 + 4) + (1 + 4))
+    assert report.bytes_dense == 2 * 4 * 2 * (9 * 14 + 5)
+    assert "choco with efsignsgd on ring" in str(report)
+
+
+def test_bytes_of_choco_where_lengths_differ():
+    # 7 and 2 of 10 elements reach 1. Both ends send a length of 8 bytes, then 7 values and 7 positions of 4 bytes each
+    # behind the lengths of both arrays, 8 bytes each: the shorter message is padded.
+    begin = [{"w": np.where(np.arange(10) < many, 2, 0.5).astype(np.float32)} for many in (7, 2)]
+    history, gossips = mixed(backend("numpy"), Choco({"compressor": "threshold", "threshold": 1.0}, 0.5), "ring", begin)
+    for gossip in gossips:
+        assert gossip.report().bytes_sent == 8 + 2 * 8 + 7 * (4 + 4)
+    # c = 2 for the sent elements, else 0; both move by half of half of the difference.
+    np.testing.assert_allclose(history[0][0]["w"], [2] * 2 + [1.5] * 5 + [0.5] * 3)
+    np.testing.assert_allclose(history[0][1]["w"], [2] * 2 + [1.0] * 5 + [0.5] * 3)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"compressor": "topk", "gamma": 0.0}, "gamma=0.0 must be positive"),
+        ({"compressor": "topkk", "gamma": 1.0}, "did you mean 'topk'"),
+        ({"compressor": {"compressor": "topk", "bits": 4}, "gamma": 1.0}, "key 'bits' belongs to"),
+        ({"compressor": {"compressor": "topk", "memory": "ef21"}, "gamma": 1.0}, "leave memory out"),
+    ],
+)
+def test_bad_settings_of_choco_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Choco(**settings)
+
+
 def test_equal_workers_stay_as_they_are_and_the_factor_revives(xp):
     begin = [starts(1)[0]] * 3
     (same, again), gossips = mixed(xp, PowerGossip(), "ring", begin, 2)
@@ -212,9 +309,10 @@ def test_one_worker_has_nobody_to_talk_to():
 
 
 # -- state ---------------------------------------------------------------------------------------------------------
-def test_a_resumed_run_goes_on_bit_for_bit(xp):
+@pytest.mark.parametrize("mixing", [PowerGossip(rank=2), Choco("qsgd", 0.5)], ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(xp, mixing):
     begin = [{name: xp.asarray(value, "float32") for name, value in start.items()} for start in starts(3)]
-    gossips, others = (workers(PowerGossip(rank=2), 3) for _ in range(2))
+    gossips, others = (workers(mixing, 3) for _ in range(2))
     for gossip, other, x in zip(gossips, others, begin, strict=True):
         gossip.build(x)
         other.build(x)
@@ -265,8 +363,8 @@ def test_choco_with_signs_at_its_own_rate_needs_fewer_bytes_here_and_fails_at_ot
     rate, choco = tuned(start)
     assert 0.9 <= rate <= 1.1
     assert choco < consensus(PowerGossip(rank=4), start, 400)[1]
-    assert consensus(ChocoSign(0.5), start, 300)[0][-1] > 1e-2
-    assert consensus(ChocoSign(1.3), start, 300)[0][-1] > 10
+    assert consensus(Choco("efsignsgd", 0.5), start, 300)[0][-1] > 1e-2
+    assert consensus(Choco("efsignsgd", 1.3), start, 300)[0][-1] > 10
 
 
 # -- training ------------------------------------------------------------------------------------------------------
@@ -301,6 +399,17 @@ def test_digits_on_a_ring_of_four():
     assert sent * 10 <= full * 400
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("choice, gamma, most", [("efsignsgd", 0.5, 100), (HUNDREDTH, 0.1, 100), (HUNDREDTH, 0.3, 60)])
+def test_digits_with_choco_need_a_small_enough_step(choice, gamma, most):
+    # Bytes: 400 steps to 2 neighbours, of a (64 x 64), b (64 x 10), c (10) and d (64).
+    signs, pairs = (512 + 80 + 2 + 8) + 4 * 4, 8 * (40 + 6 + 1 + 1)
+    found, sent = train(Choco(choice, gamma))
+    assert sent == 400 * 2 * (pairs if choice is HUNDREDTH else signs)
+    assert (abs(found - train(None)[0]) <= 1.5) == (most == 100)
+    assert found < most
+
+
 # -- real processes ------------------------------------------------------------------------------------------------
 LAUNCHES = [("torchrun", "torch", 4), ("horovodrun", "horovod", 3), ("horovodrun", "tensorflow", 2)]
 
@@ -313,7 +422,9 @@ def test_neighbours_in_other_processes(launcher, kind, size, tmp_path):
     for rank in range(size):
         rng = np.random.default_rng(rank)
         begin.append({"w": rng.standard_normal((12, 20)).astype("f"), "b": rng.standard_normal(7).astype("f")})
-    for mixing in (PowerGossip(rank=2), PowerGossip(steps=2), PowerGossip(rank=12), Full()):
+    threshold = {"compressor": "threshold", "threshold": 0.5}
+    power = (PowerGossip(rank=2), PowerGossip(steps=2), PowerGossip(rank=12), Full())
+    for mixing in (*power, Choco("efsignsgd", 0.5), Choco(threshold, 0.5)):
         expected, gossips = mixed(backend("numpy"), mixing, "ring", begin, 6)
         for step in range(6):
             after = [worker[str(mixing)][0][step] for worker in found]

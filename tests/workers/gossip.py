@@ -5,7 +5,7 @@ import sys
 import numpy as np
 from launch import leave_gloo, save
 
-from grace.gossip import Full, Gossip, PowerGossip
+from grace.gossip import Choco, Full, Gossip, PowerGossip
 
 out, kind = sys.argv[1:]
 if kind == "tensorflow":
@@ -37,7 +37,9 @@ def start(worker):
 
 
 found = {}
-for mixing in (PowerGossip(rank=2), PowerGossip(steps=2), PowerGossip(rank=12), Full()):
+threshold = {"compressor": "threshold", "threshold": 0.5}
+power = (PowerGossip(rank=2), PowerGossip(steps=2), PowerGossip(rank=12), Full())
+for mixing in (*power, Choco("efsignsgd", 0.5), Choco(threshold, 0.5)):
     gossip, x = Gossip(mixing, transport=transport), {name: array(value) for name, value in start(rank).items()}
     gossip.build(x)
     history = []

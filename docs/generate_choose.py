@@ -1,7 +1,7 @@
 """Write the tables of whole trainings in docs: python docs/generate_choose.py; --check compares.
 
 They stand in choose.md, benchmarks-tasks.md, benchmarks-methods.md and local-measured.md, from
-benchmarks/results/tasks-*.json and *-workers.json, and of other runs (LOCAL, FEEDBACK), each with a dense training of
+benchmarks/results/tasks-*.json and *-workers.json, and of other runs (LOCAL, FEEDBACK, FRESH), each with a dense training of
 its own: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
 of `grace_bench.tasks.results.FIELDS`.
@@ -34,11 +34,18 @@ TASKS, ALL, LOCALLY = (
 )
 LOCAL, FEEDBACK = "local-2026-11-26.json", "feedback-2026-11-29.json"
 """Runs of methods that missed the quality in most tasks: local training, and long-delayed error feedback."""
+FRESH = "auto-2026-11-29.json"
+"""A run of `auto` with predictions, and of the limit, with a seed that tuned nothing."""
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
+ABOUT_FRESH = """
+**`auto` with predictions**, one seed that tuned nothing (100). The tables above have `auto` without predictions, which
+tried all its candidates. "No exchange": float32's steps in the time of workers that exchange nothing.
+
+"""
 ABOUT_FEEDBACK = f"""
 **PyTorch, 2 workers**, methods that hold most of each gradient back for later steps: quality ± half of the mean's 95 %
 interval over the seeds; bold: it never reached float32's less {TOLERANCE * 100:.0f} %.
@@ -48,6 +55,7 @@ CELL = ("task", "toolkit", "workers")
 FEW = ("dense", "fp16", "auto", "blockint:bits=4", "eden:bits=3,block_size=64")
 """Methods of which one table compares the time to quality."""
 SHORT = {
+    "limit": "no exchange",
     "fp16": "fp16",
     "auto": "auto",
     "blockint:bits=4": "int4",
@@ -407,10 +415,10 @@ def page(before: str, made: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The generated section of each page."""
-    runs, feedback, locally = load(), *load(STORE, FEEDBACK, LOCAL)
+    runs, feedback, locally, fresh = load(), *load(STORE, FEEDBACK, LOCAL, FRESH)
     return {
         PAGE: text(runs, [feedback, locally]),
-        TASKS: by_task(runs) + ABOUT_FEEDBACK + measured(missed(feedback), feedback),
+        TASKS: by_task(runs) + ABOUT_FRESH + by_task([fresh]) + ABOUT_FEEDBACK + measured(missed(feedback), feedback),
         ALL: qualities(runs),
         LOCALLY: measured(local(locally), locally),
     }

@@ -106,8 +106,8 @@ WHEN = {
     'largest of their block. `norm="l2"` is NUQSGD.',
     "none": "The baseline, and what every tensor smaller than `min_numel` gets.",
     "oktopk": "As `topk`, with many workers: all of them together choose k elements of the whole tensor, and what a "
-    "worker receives does not grow with their number. Set `fuse=\"bucket\"`, so that k is much larger than the number of "
-    "workers and a step has few messages.",
+    'worker receives does not grow with their number. Set `fuse="bucket"`, so that k is much larger than the number of '
+    "workers, and a step has few messages.",
     "onebit": "As `efsignsgd`, with a separate level for each sign: better if a tensor's mean is far from zero.",
     "powersgd": "Large matrices (linear layers, convolutions, attention), summed on the wire. Vectors are sent "
     "uncompressed.",
@@ -357,15 +357,16 @@ What thresholds do between two searches: while residuals grow, as in the first s
 exceed both, and the limits above take effect. When gradients shrink, fewer do, and the mean has fewer than k elements,
 in the extreme none, until residuals have grown or thresholds are found anew.
 
-One short training, {trained["results"][0]["steps"]} steps of an LSTM, 2 workers, one seed; perplexity, lower is better \
+One short training, {trained["results"][0]["steps"]} steps of an LSTM, 2 workers, one seed; perplexity \
 (`{trained["command"].partition(";")[0]}`):
 
-| method | perplexity |
+| method | perplexity (lower is better) |
 |---|---|
 {chr(10).join(f"| `{method}` | {value:.1f} |" for method, value in quality.items())}
 
-With new thresholds in every step it selects nearly as `gtopk` does; reusing them for 32 steps costs quality in a training as short
-as this. `topk` moves up to 2k elements of two workers, so `oktopk` needs twice the ratio to move as many."""
+With new thresholds in every step it selects nearly as `gtopk` does; reusing them for 32 steps costs quality in a
+training as short as this. The mean has k elements, with `topk` up to 2k of two workers: `oktopk` needs twice the ratio
+to apply as many."""
 
 
 def tables(name: str) -> list[tuple[str, str]]:

@@ -29,11 +29,20 @@ class TwoStage(Communicator):
     compression. A worker then sends about 2 k N^(1/k) messages instead of 2 (N - 1), of as many bytes in total, and
     compresses k + 1 times instead of twice. Each compression has a memory of its own. Over Horovod this needs
     ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` before ``hvd.init()``.
+    With memory "residual" and one level this is DoubleSqueeze, with each worker as the server of its shard.
+    With memory "efsignsgd" and SGD without momentum the second compression is also EF21-P, which sends compressed
+    differences of models instead of gradients: if w are the workers' parameters and the server steps from x, they
+    receive w + C(x - w). This holds if C(-a x) = -a C(x) for a > 0, as with "topk", "efsignsgd" and "blockint"; x is w
+    minus the rate times the second residual. With momentum or Adam the two differ, since EF21-P compresses what the
+    server's optimizer has made of the mean. The paper's workers send by unbiased methods without memory or as in
+    "diana"; here they have the same compressor and memory as the server.
     ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
     on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     ``levels``: dimensions of the grid, 1 or more; fewer if N has fewer prime factors, as the report says.
     Sparse methods send a fixed share of elements from each shard; "oktopk" selects over the whole tensor instead.
-    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4.
+    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. Tang, Yu, Lian, Zhang and Liu, "DoubleSqueeze",
+    ICML 2019, arXiv:1905.05957, algorithm 1. Gruntkowska, Tyurin and Richtarik, "EF21-P and Friends", ICML 2023,
+    arXiv:2209.15218.
     """
 
     min_shard: int = 0

@@ -1,8 +1,8 @@
 """Write the tables of whole trainings in docs: python docs/generate_choose.py; --check compares.
 
 They stand in choose.md, benchmarks-tasks.md, benchmarks-methods.md and local-measured.md, from
-benchmarks/results/tasks-*.json and *-workers.json, and of other runs (LOCAL, FEEDBACK, FRESH), each with a dense training of
-its own: rows of `grace bench tasks` (its results.jsonl) and their origin:
+benchmarks/results/tasks-*.json and *-workers.json, and of other runs (LOCAL, FEEDBACK, FRESH), each with a dense
+training of its own: rows of `grace bench tasks` (its results.jsonl) and their origin:
 {"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
 of `grace_bench.tasks.results.FIELDS`.
 """
@@ -42,8 +42,8 @@ LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
 ABOUT_FRESH = """
-**`auto` with predictions**, one seed that tuned nothing (100). The tables above have `auto` without predictions, which
-tried all its candidates. "No exchange": float32's steps in the time of workers that exchange nothing.
+**`auto` with predictions**, one seed that tuned nothing (100); the tables above are without them. "No exchange":
+float32's steps in the time of workers that exchange nothing.
 
 """
 ABOUT_FEEDBACK = f"""

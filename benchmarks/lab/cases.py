@@ -88,7 +88,7 @@ TWO_ROUNDS = (
 OTHERS: list[tuple[str, dict[str, Any], int]] = [
     *((name, {"compressor": name}, 1) for name in ONE_ROUND),
     *((name, {"compressor": name}, 2) for name in TWO_ROUNDS),
-    ("oktopk", {"compressor": "oktopk"}, 4),
+    ("oktopk", {"compressor": "oktopk"}, 5),  # in most steps 4
     ("threshold", {"compressor": "threshold", "threshold": 0.012}, 2),  # 1 % of the mlp's gradients exceed it
 ]
 """The other compressors with their defaults: over torch.distributed only."""

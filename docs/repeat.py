@@ -39,9 +39,9 @@ def gossip(printed: str) -> list[str]:
         (kind, name.split(", steps")[0]): int(size.replace(",", ""))
         for kind, name, _, size, _ in rows
     }
+    choco = "Choco(compressor=EFSignSGD(block_size=0), gamma=1.0)"
     shares = [
-        sent[kind, f"PowerGossip(rank={rank}"]
-        / sent[kind, "Choco(compressor=EFSignSGD(block_size=0), gamma=1.0)"]
+        sent[kind, f"PowerGossip(rank={rank}"] / sent[kind, choco]
         for kind in ("random", "rank 4")
         for rank in (1, 4)
     ]

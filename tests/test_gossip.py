@@ -3,6 +3,7 @@
 import functools
 import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from launch import launch
 from methods import BACKENDS, backend, normal
 from support.digits import accuracy, digits, gradient
 
-from grace.core import Combine
+from grace.core import Combine, Compressor
 from grace.core.registry import compressors
 from grace.gossip import Choco, Full, Gossip, PowerGossip, edges, neighbours
 from grace.transports.local import LocalTransport, World
@@ -236,6 +237,31 @@ def test_choco_takes_every_compressor_that_needs_no_other_workers(name):
         assert all(np.array_equal(each, held[0]) for each in held), "a worker's copy is one thing"
 
 
+@dataclass(frozen=True)
+class Turns(Compressor):
+    """Sends the even elements in one round, the odd ones in the next, by a state."""
+
+    def init(self, ctx):
+        return {"turn": ctx.xp.zeros(1)}
+
+    def compress(self, x, state, ctx):
+        even = ctx.xp.cast(ctx.xp.arange(ctx.size) % 2 == 0, "float32")
+        return (x * (state["turn"] + (1.0 - 2.0 * state["turn"]) * even),), {"turn": 1.0 - state["turn"]}
+
+    def decompress(self, payload, ctx):
+        return payload[0]
+
+
+def test_choco_keeps_the_compressors_state(xp):
+    begin = [{"w": normal(10, seed=rank)} for rank in range(2)]
+    history, _ = mixed(xp, Choco(Turns(), 1.0), "ring", begin, 2)
+    mean = np.mean([start["w"] for start in begin], 0)
+    for rank, start in enumerate(begin):
+        once = np.where(np.arange(10) % 2 == 0, mean, start["w"])
+        np.testing.assert_allclose(history[0][rank]["w"], once, atol=1e-6)
+        np.testing.assert_allclose(history[1][rank]["w"][1::2], mean[1::2], atol=1e-6)
+
+
 def test_bytes_of_choco_by_hand():
     # 2 neighbours x 2 rounds x (126 signs and a scale; 5 signs and a scale).
     report = mixed(backend("numpy"), Choco("efsignsgd", 0.5), "ring", starts(6), 2)[1][3].report()
@@ -309,7 +335,7 @@ def test_one_worker_has_nobody_to_talk_to():
 
 
 # -- state ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mixing", [PowerGossip(rank=2), Choco("qsgd", 0.5)], ids=str)
+@pytest.mark.parametrize("mixing", [PowerGossip(rank=2), Choco("qsgd", 0.5), Choco(Turns(), 0.5)], ids=str)
 def test_a_resumed_run_goes_on_bit_for_bit(xp, mixing):
     begin = [{name: xp.asarray(value, "float32") for name, value in start.items()} for start in starts(3)]
     gossips, others = (workers(mixing, 3) for _ in range(2))

@@ -136,7 +136,7 @@ WHEN = {
     "low threshold sends more than the dense gradient.",
     "topk": "When a few large elements carry most of the gradient. The simplest sparse method and the usual baseline.",
     "variance": "Where most of a gradient is noise: an element waits until the gradients of several steps agree, with "
-    "no ratio to tune. A larger `alpha` sends less.",
+    "no ratio to tune. A larger `alpha` sends less. What a worker receives grows with the number of workers.",
     "wangni": "When sparse gradients must be unbiased, or a residual needs too much memory. Large elements are always "
     "sent, small ones with a probability.",
     "decoupled": "The default of `dion`, and for it alone. Use SGD without momentum.",

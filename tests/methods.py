@@ -144,4 +144,5 @@ SETTINGS = {
     **{name: {"compress_rank": 2, "min_rate": 0.1} for name in ("powersgd", "acpsgd", "gradzip", "atomo")},
     "inceptionn": {"error_bound": 2.0**-14},
     "dion": {"rank_fraction": 0.25},
+    "gradiveq": {"slice_size": 20, "compress_ratio": 0.25, "train_steps": 5, "compressed_steps": 5},
 }

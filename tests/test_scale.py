@@ -14,7 +14,7 @@ from grace.engine.reshard import parsed
 from grace.transports.local import LocalTransport, World
 
 N = 2**16
-GROWS = {"atomo": "sends factors", "gtopk": "gathers inside compress"}
+GROWS = {"atomo": "sends factors", "gtopk": "gathers inside compress", "variance": "gathers"}
 
 
 def normal(seed, *shape):
@@ -85,7 +85,8 @@ def test_what_a_worker_receives_does_not_grow(name):
     # Random payload lengths vary, and the second stage compresses another distribution.
     loose = 1.3 if method_of(name).compressor.traits.variable_length and name != "sidco" else 1.06
     assert many <= max(loose * few, 0.1 * (name == "sidco")), (few, many)
-    if name not in ("none", "threshold", "inceptionn"):  # the size depends on the values
+    # The size depends on the values; gradiveq begins with uncompressed steps.
+    if name not in ("none", "threshold", "inceptionn", "gradiveq"):
         assert many <= 0.55
 
 

@@ -78,7 +78,7 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("auto", {"compressor": "auto"}, 2),  # timed after the trials of auto
 ]
 
-ONE_ROUND = ("atomo", "gtopk", "randomk")
+ONE_ROUND = ("atomo", "gradiveq", "gtopk", "randomk", "variance")
 TWO_ROUNDS = (
     *("3lc", "adacomp", "adaptive_random", "adaq", "arctopk", "bf16", "chain", "chunktopk", "cltk", "damped", "demo"),
     *("dettmers8", "dion", "eden", "fp8", "geometric", "gradzip", "inceptionn", "kashin", "natural"),

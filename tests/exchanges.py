@@ -123,7 +123,7 @@ ROWS = [
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
 # Rows that cover every way to exchange a payload once.
-FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, 50, -4, -3, -1]
+FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, 51, -4, -3, -1]
 WHOLE = [("torch", "torch", 4), ("torch", "horovod", 2)]
 
 

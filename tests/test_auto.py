@@ -263,6 +263,31 @@ def test_the_seconds_of_a_long_watch_replace_those_of_the_trial():
     assert decision.levels == {"w": 2}
 
 
+@pytest.mark.parametrize("again, chosen", [(0.9, 2), (1.1, 5)])
+def test_the_closest_rival_is_timed_again(again, chosen):
+    policy = Auto()
+    memo = {"workers": 2, "chosen": 5, "seconds": {"0": 1.5, "2": 1.15, "5": 1.0}}
+    decision = Decision({"w": 5}, memo={**memo, "errors": {"0": 0.0, "2": 0.0, "5": 0.03}})
+    decision = policy.on_trial_end(decision, 2, 1.0, told(policy, 5, 0.03), costs({}))
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": 2}, 5)
+    assert policy.trial(decision, 2) == 10
+    assert policy.remembers(decision.memo)
+    decision = policy.on_trial_end(decision, 2, again, told(policy, 2, 0.0), costs({}))
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": chosen}, chosen)
+    assert policy.trial(decision, 2) == 20
+    assert policy.on_trial_end(decision, 2, again, told(policy, chosen, 0.03), costs({})).levels == {"w": chosen}
+
+
+@pytest.mark.parametrize("seconds", [{2: 1.25, 5: 1.0}, {2: 1.15, 6: 1.0}], ids=["far", "residuals would be sent"])
+def test_no_other_rival_is_timed_again(seconds):
+    policy, (_, chosen) = Auto(), seconds
+    memo = {"workers": 2, "chosen": chosen, "errors": {str(level): 0.0 for level in seconds}}
+    memo["seconds"] = {str(level): value for level, value in seconds.items()}
+    decision = Decision({"w": chosen}, memo=memo)
+    decision = policy.on_trial_end(decision, 2, 1.0, told(policy, chosen, 0.0), costs({}))
+    assert (decision.levels, policy.trial(decision, 2)) == ({"w": chosen}, 20)
+
+
 def test_a_lucky_trial_of_dense_gradients_is_corrected():
     policy = Auto()
     seconds = {level: 1.0 + 0.1 * size for level, size in BYTES.items()}

@@ -42,7 +42,7 @@ LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
 ABOUT_FRESH = """
-**`auto` with predictions**, one seed that tuned nothing (100); the tables above are without them. "No exchange":
+**`auto` with predictions**, one seed that tuned nothing (100), before it timed its closest rival again. "No exchange":
 float32's steps in the time of workers that exchange nothing.
 
 """

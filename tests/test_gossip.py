@@ -214,7 +214,7 @@ def test_choco_follows_the_papers_formula(name, topology, choice):
                 np.testing.assert_allclose(state[f"copy/{worker}"], copies[worker], atol=2e-5)
 
 
-REFUSED = {"adacomp", "atomo", "signsgd", "signum", "terngrad", "wangni"}
+REFUSED = {"adacomp", "atomo", "signsgd", "signum", "terngrad", "variance", "wangni"}
 """Those that suit no differences: a residual of their own, votes, and errors beyond the input."""
 
 

@@ -281,7 +281,7 @@ def test_a_policy_with_a_blockwise_level_transposes_at_all_levels(monkeypatch):
     monkeypatch.setattr(Auto, "predicts", False)  # tries all candidates
     variable, sent = kernel(), 0
     (grc,) = graces(auto("topk", {key: KEPT[key] for key in KEPT if key != "min_numel"}), 1)
-    gradients = [skewed(10, 28, seed=seed) for seed in range(8)]
+    gradients = [skewed(10, 28, seed=seed) for seed in range(12)]
     levels = set()
     for gradient in gradients:
         levels.add(grc.schedule.level("kernel") if grc.names else 0)

@@ -20,6 +20,7 @@ from grace.cli.app import app
 from grace.core.registry import communicators, compressors, memories, policies
 from grace.engine.about import params_of
 from grace.engine.record import read, warnings_of
+from grace.policies.auto import Auto
 from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport, World
 
@@ -194,7 +195,8 @@ def test_a_disk_that_is_full_does_not_end_a_training(path):
     assert grc.report().steps == 1
 
 
-def test_a_policy_that_changes_the_method_is_followed(path):
+def test_a_policy_that_changes_the_method_is_followed(path, monkeypatch):
+    monkeypatch.setattr(Auto, "predicts", False)  # tries all candidates
     grc = grace_from_params({"compressor": "auto", "candidates": ["topk"], "record": str(path)}, "local")
     grc.build({"w": normal(N)})
     for _ in range(20):

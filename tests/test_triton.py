@@ -45,13 +45,13 @@ def passing(name, *options, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, least", [("encode", 150), ("mean", 150), ("not encode and not mean", 10)])
+@pytest.mark.parametrize("part, least", [("encode", 80), ("mean", 80), ("not encode and not mean", 10)])
 def test_interpreted(part, least):
     assert passing("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1") >= least
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, least", [("encodes_and", 20), ("bits_of", 40), ("not encodes_and and not bits_of", 25)])
+@pytest.mark.parametrize("part, least", [("encodes_and", 20), ("bits_of", 20), ("not encodes_and and not bits_of", 25)])
 def test_groups_interpreted(part, least):
     assert passing("triton_groups.py", "-k", part, TRITON_INTERPRET="1") >= least
 

@@ -241,11 +241,16 @@ class Ours:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
     def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
-        how = "float32", rank, world_size, self._at(self.turn)
+        how = "float32", rank, world_size, self._at(self._number)
         return Context(self.bench.xp, part.name, part.shape, *how, lr=lambda: 0.1, _draws={})
 
     def _at(self, step: int) -> Any:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
+
+    @property
+    def _number(self) -> int:
+        # Steps 2 and 1 in turns: the first step may ask for more than later ones, and some methods alternate.
+        return 2 - self.turn % 2
 
     def _heard(self, part: Part) -> list[Any]:
         # Returns copies of the results of this step's collectives.
@@ -255,15 +260,15 @@ class Ours:
         # Run all workers once, in lockstep if they exchange; the timed calls replay the first worker's results.
         xp = self.bench.xp
         part.answers = [[], []]
-        if exchanges(self._program(part, 0, 0)):
-            first, state, asked = self._exchanged(part, 0)
+        if exchanges(self._program(part, 0, 2)):
+            first, state, asked = self._exchanged(part, 2)
             self._exchanged(part, 1)
             meter = Meter(xp)
             meter.extend(["w"])
             meter.add(meter.count(["w"], asked, lambda group: 0, {}))
             self.bytes += meter.read()["w"][0]
         else:
-            first, state = drive(self._program(part, 0, 0), [])
+            first, state = drive(self._program(part, 0, 2), [])
         part.payloads = [copied(xp, tuple(first))]
         part.cells = {key: xp.cell(copied(xp, value)) for key, value in state.items()}
         if not self.agreed:
@@ -278,7 +283,7 @@ class Ours:
         # Run a step on all workers; returns the first worker's payload, state and requests.
         xp, world = self.bench.xp, World(WORKERS)
         programs = [self._program(part, rank, step) for rank in range(WORKERS)]
-        programs[0] = listening(programs[0], part.answers[step], xp)
+        programs[0] = listening(programs[0], part.answers[step % 2], xp)
         flights = [
             RoundScheduler("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
             for rank, each in enumerate(programs)
@@ -294,7 +299,7 @@ class Ours:
                 if repeated:
                     part.payloads.append(copied(xp, part.payloads[0]))
                     continue
-                payload, _ = drive(self._program(part, rank, self.turn), self._heard(part))
+                payload, _ = drive(self._program(part, rank, self._number), self._heard(part))
                 part.payloads.append(copied(xp, tuple(payload)))
         if repeated and self.workers > 1:
             self.note = "one payload stands for those of all workers"

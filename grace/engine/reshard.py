@@ -209,8 +209,8 @@ def _follow(
         theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
         return host(theirs[rank % len(theirs)] if theirs else value)
     if rule is Resize.SAME:
-        alike = (array for place, array in held if tuple(place) == (start, ctx.size))
-        return next((host(array) for array in alike if array.shape == value.shape), host(value))
+        alike = (host(array) for place, array in held if tuple(place) == (start, ctx.size))
+        return next((array for array in alike if array.shape == value.shape or array.dtype == object), host(value))
     reach = max([stop, *(first + count for (first, count), _ in held)])
     total, holders = np.zeros(reach), np.zeros(reach)
     for (first, count), array in held:

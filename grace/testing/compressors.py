@@ -218,7 +218,8 @@ def generators(xp: Any) -> Any:
     """The states of all global generators that a method could use."""
     import random
 
-    found = [random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes()]  # noqa: NPY002
+    name, key, *rest = np.random.get_state()  # noqa: NPY002
+    found: list[Any] = [random.getstate(), (name, key.tobytes(), *rest)]
     if xp.name == "torch":
         import torch
 

@@ -38,8 +38,9 @@ class OkTopK(AgreedSparsifier):
     State: local float32[1], the threshold of this worker; all float32[1], the one that all workers share; bounds
     int32[N-1], the last element of each region but the last, equal on all workers.
     ``compress_ratio``: k as a share of the elements, in (0, 1].
-    ``thresholds_every``: period, in steps, after which both thresholds are found anew.
-    ``regions_every``: period, in steps, after which regions are moved so that workers send equally much to each.
+    ``thresholds_every``: number of steps, at least 1, after which both thresholds are found anew.
+    ``regions_every``: number of steps, at least 1, after which regions are moved so that workers send equally much to
+    each.
     The paper gathers all sums to find the shared threshold, up to N k elements; here the largest 3k/2, an equal part
     from each region. It divides elements evenly only if a worker has four times the mean; here in all other steps.
     Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, arXiv:2201.07598,

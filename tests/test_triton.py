@@ -56,6 +56,12 @@ def test_groups_interpreted(part, least):
     assert passing("triton_groups.py", "-k", part, TRITON_INTERPRET="1") >= least
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, least", [("triton_interpreted.py", 600), ("triton_groups.py", 120)])
+def test_interpreted_in_every_combination(name, least):
+    assert passing(name, "-m", "", TRITON_INTERPRET="1") >= least
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiled(architecture, tmp_path):

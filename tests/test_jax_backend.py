@@ -1,6 +1,7 @@
 """Methods on JAX: payloads of compiled code have NumPy's bits, and the laws of the test kit hold."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,6 +56,19 @@ def test_compiled_payloads_have_the_bits_of_numpy(row):
             np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
         else:
             assert np.asarray(found).tobytes() == one.tobytes()
+
+
+@pytest.mark.parametrize("n", [10, 4096, 5000, 100_003])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_maximum_is_not_a_number_where_an_element_is_none(n, compiled):
+    xp = get_backend("jax")
+    for place in (0, n // 2, n - 1):
+        x = np.ones((2, n), np.float32)
+        x[1, place] = np.nan
+        for axis, expected in ((1, [1.0, np.nan]), (None, np.nan)):
+            largest = partial(xp.max, axis=axis)
+            found = (jax.jit(largest) if compiled else largest)(xp.asarray(x, "float32"))
+            np.testing.assert_array_equal(found, np.asarray(expected, np.float32))
 
 
 @pytest.mark.exhaustive

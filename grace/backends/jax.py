@@ -250,7 +250,11 @@ class JaxBackend(Backend):
         return jnp.sum(x, axis, dtype=wide, keepdims=keepdims).astype(x.dtype)
 
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
-        return jnp.max(x, axis, keepdims=keepdims)
+        largest = jnp.max(x, axis, keepdims=keepdims)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return largest
+        # On CPUs, XLA's maximum of 4096 elements or more may lose a NaN, and the numbers beside it.
+        return jnp.where(jnp.any(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, largest)
 
     def all(self, x: Array) -> Array:
         return jnp.all(x)

@@ -327,9 +327,9 @@ def test_means_of_variance_are_not_compressed_again():
         workers({"compressor": "variance", "communicator": "twostage"}, 4)
 
 
-def test_gtopk_takes_back_what_is_not_used(xp):
-    # Two workers send two elements each. The two largest sums contain one element of each worker.
-    graces = workers({"compressor": "gtopk", "compress_ratio": 0.25}, 2)
+def taken_back(name, xp):
+    """Two workers that have sent two elements each. The two largest sums contain one element of each worker."""
+    graces = workers({"compressor": name, "compress_ratio": 0.25}, 2)
     gradients = [np.array([8, 0, 3, 0, 0, 1, 0, 0], np.float32), np.array([0, -4, 0, 2, -1, 0, 0, 0], np.float32)]
     for grace in graces:
         grace.build({"w": xp.zeros(8)})
@@ -337,6 +337,11 @@ def test_gtopk_takes_back_what_is_not_used(xp):
         assert xp.to_numpy(worker["w"]).tolist() == [4, -2, 0, 0, 0, 0, 0, 0]
     kept = [state["w", "memory/residual"].tolist() for state in states(graces)]
     assert kept == [[0, 0, 3, 0, 0, 1, 0, 0], [0, 0, 0, 2, -1, 0, 0, 0]]
+    return graces
+
+
+def test_gtopk_takes_back_what_is_not_used(xp):
+    taken_back("gtopk", xp)
 
 
 def test_gtopk_has_k_elements_however_many_workers(xp):
@@ -380,14 +385,7 @@ def test_oktopk_follows_the_formula_while_thresholds_and_regions_are_reused(xp):
 def test_oktopk_by_hand(xp):
     # k = 2, so each owner receives at most 3 elements: in step 0 one from its own number, two from the other worker.
     # Regions end after the mean of elements 0 and 1, rounded down. Worker 1 keeps element 3, its second of region 1.
-    graces = workers({"compressor": "oktopk", "compress_ratio": 0.25}, 2)
-    gradients = [np.array([8, 0, 3, 0, 0, 1, 0, 0], np.float32), np.array([0, -4, 0, 2, -1, 0, 0, 0], np.float32)]
-    for grace in graces:
-        grace.build({"w": xp.zeros(8)})
-    for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
-        assert xp.to_numpy(worker["w"]).tolist() == [4, -2, 0, 0, 0, 0, 0, 0]
-    kept = [state["w", "memory/residual"].tolist() for state in states(graces)]
-    assert kept == [[0, 0, 3, 0, 0, 1, 0, 0], [0, 0, 0, 2, -1, 0, 0, 0]]
+    graces = taken_back("oktopk", xp)
     # A bound and two numbers of heads (4 + 8 bytes); 8 bytes per element: worker 0 sends one and gathers one, worker 1
     # sends none and gathers two.
     counts = [(report.bytes_sent, report.bytes_received) for report in (grace.report() for grace in graces)]

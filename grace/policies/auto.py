@@ -62,8 +62,8 @@ EARLY = 10
 """Number of steps after which a chosen method's noise and seconds are measured for the first time. The interval doubles
 after each measurement, up to ``watch_steps``."""
 CLOSE = 1.2
-"""A method whose trial promised at most this many times the chosen one's cost is timed again, for EARLY steps, after
-the chosen one's first check: a trial of two steps may be off by a fifth."""
+"""The largest cost, relative to the chosen method's, of a rival that is timed again: a trial of two steps may be off by
+a fifth."""
 WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
@@ -108,7 +108,8 @@ class Auto(Policy):
     other methods are predicted. A method is tried only while its prediction promises more than the best tried method.
     Noise and rates that are not known yet are taken in its favour, so no better method is left out.
 
-    After the first check of the chosen method its closest rival is timed again, for as many steps (`CLOSE`).
+    After the first check of the chosen method, the best other method is timed again for as many steps, if its cost is
+    close (`CLOSE`).
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
@@ -180,7 +181,7 @@ class Auto(Policy):
             return self.trial_steps
         if not self.watch_steps:
             return None
-        return min(self.watch_steps, EARLY << (0 if "rival" in memo else memo.get("watched", 0)))
+        return min(self.watch_steps, EARLY << (memo.get("watched", 0) if level == memo["chosen"] else 0))
 
     def on_trial_end(
         self,
@@ -203,10 +204,8 @@ class Auto(Policy):
             error = relative_error(noise)
         memo = {**memo, "errors": {**memo["errors"], str(level): error}}
         memo["seconds"] = {**memo["seconds"], str(level): seconds}
-        current, unsure = memo["chosen"], "watched" not in memo
-        if "rival" in memo:
-            del memo["rival"]
-        elif current is not None:
+        current, first = memo["chosen"], "watched" not in memo
+        if level == current:  # no trial, and no rival
             memo["watched"] = memo.get("watched", 0) + (EARLY << memo.get("watched", 0) < self.watch_steps)
         # Try more methods while none is chosen, or after the noise of the chosen one has passed the limit.
         if current is None or not self._allowed(memo, current):
@@ -214,10 +213,8 @@ class Auto(Policy):
             if following is not None:
                 return self._go(decision, following, {**memo, "chosen": None})
         best = self._best(memo, self.first_level if current is None else current)
-        memo["chosen"] = best
-        if best == current and unsure and (rival := self._rival(memo, best)) is not None:
-            return self._go(decision, rival, {**memo, "rival": rival})
-        return self._go(decision, best, memo)
+        rival = self._rival(memo, best) if first and best == current else None
+        return self._go(decision, best if rival is None else rival, {**memo, "chosen": best})
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
         # The noise ratio of a level when it was last measured.
@@ -234,8 +231,7 @@ class Auto(Policy):
         untried = [level for level in self._order if str(level) not in memo["seconds"]]
         if costs is None:
             return next(iter(untried), None)
-        tried = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
-        best = min(tried.values(), default=math.inf)
+        best = min(self._costs(memo).values(), default=math.inf)
         promising: dict[int, float] = {}
         for level in untried:
             ratio, seconds = self._predicted(memo, costs, level)
@@ -300,7 +296,7 @@ class Auto(Policy):
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any], current: int | None = None) -> int:
         # The cheapest allowed level: cheaper by the margin than ``current`` and than dense gradients, or one of these.
-        costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
+        costs = self._costs(memo)
         if current in costs:
             costs[current] *= 1 - self.margin
         best = min(costs, key=lambda level: costs[level], default=DENSE)
@@ -308,11 +304,15 @@ class Auto(Policy):
 
     def _rival(self, memo: Mapping[str, Any], chosen: int) -> int | None:
         # The best of the other methods if it is close; not one before which residuals would have to be sent.
-        costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
+        costs = self._costs(memo)
         limit = CLOSE * costs.pop(chosen, 0.0)
         rivals = [level for level in costs if level in self._feedback or chosen not in self._feedback]
         best = min(rivals, key=costs.__getitem__, default=None)
         return best if best is not None and costs[best] <= limit else None
+
+    def _costs(self, memo: Mapping[str, Any]) -> dict[int, float]:
+        # The seconds per effective step of the tried levels that are allowed.
+        return {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
 
     def _allowed(self, memo: Mapping[str, Any], level: int) -> bool:
         return self._ratio(memo, level) <= EFFORTS[self.effort]
@@ -357,13 +357,12 @@ class Auto(Policy):
 
         known = set(map(str, levels))
         return (
-            set(memo) - {"watched", "rival", "signal"} == {"workers", "seconds", "chosen", "errors"}  # "signal": once
+            set(memo) - {"watched", "signal"} == {"workers", "seconds", "chosen", "errors"}  # "signal": once written
             and type(memo["workers"]) is int
             and type(memo.get("watched", 0)) is int
             and 0 <= memo.get("watched", 0) <= 32
             and all(numbers(key, known) for key in ("seconds", "errors"))
             and set(memo["seconds"]) == set(memo["errors"])
-            and ("rival" not in memo or (type(memo["rival"]) is int and str(memo["rival"]) in memo["seconds"]))
             and (chosen is None or (type(chosen) is int and str(chosen) in {*memo["seconds"], str(DENSE)}))
         )
 

@@ -349,9 +349,9 @@ def measured() -> str:
 
 {table}
 
-`oktopk` received at most {most:.1f} k in a step, one that finds its thresholds. So it pays instead of elements that are
-gathered, the more the more workers there are. Instead of `topk` by `twostage`, its default, it saves no bytes, and a
-step has two more rounds.
+`oktopk` received at most {most:.1f} k in a step, one that finds its thresholds. It saves bytes against methods
+that gather, more with more workers. Against `topk` by `twostage`, the default of `topk`, it saves none, and takes two
+rounds more per step.
 
 What thresholds do between two searches: while residuals grow, as in the first steps of a training, more than k elements
 exceed both, and the limits above take effect. When gradients shrink, fewer do, and the mean has fewer than k elements,

@@ -175,6 +175,17 @@ def test_coarse_candidates_are_for_those_in_a_hurry():
     assert {compressor.registered_name for compressor in names["fast"][5:]} == {"eden", "powersgd", "topk"}
 
 
+def test_a_training_begins_with_integers_of_4_bits_and_goes_on_with_16_bits():
+    decision = Decision({"w": Auto().first_level})
+    assert Auto().candidates[decision.levels["w"] - FIRST] == CANDIDATES[2]
+    # A fast network: 16 bits stay though they were tried second, unless others are cheaper by the margin.
+    seconds = {DENSE: 1.0, FLUSH: 1.0, 2: 0.9, 3: 1.0, 4: 0.89, 5: 1.1, 6: 1.2}
+    assert decide(Auto(), seconds, costs=costs(seconds)) == [2, 2]
+    assert Auto(candidates=("fp16", "eden")).first_level == FIRST
+    assert Auto(candidates=("eden", CANDIDATES[2])).first_level == FIRST + 1
+    assert decide(Auto(candidates=("eden", CANDIDATES[2])), {0: 1.0, 1: 1.0, 2: 2.0, 3: 0.5})[0] == DENSE
+
+
 # -- predictions -------------------------------------------------------------------------------------------------------
 BYTES = {DENSE: 32.0, FLUSH: 32.0, 2: 16.0, 3: 8.5, 4: 4.5, 5: 3.5, 6: 1.0}
 ERRORS = {2: 5e-8, 3: 7e-5, 4: 0.023, 5: 0.034, 6: 0.98}
@@ -213,10 +224,10 @@ def test_no_better_method_is_left_out(computation, rate, compression, noise, del
 @pytest.mark.parametrize(
     "rate, compression, tried",
     [
-        (1.0, {}, {2, 5, 6}),  # a slow link: the fewest bytes without error feedback, then those with it
-        (0.1, {6: 2.0}, {2, 5}),  # powersgd computes for longer than it saves
-        (0.005, {}, {2, 5}),  # by the rate that two methods give, fewer bytes would save less than the margin
-        (0.0, {2: 0.1, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}, {2, DENSE}),  # bytes cost nothing
+        (1.0, {}, {4, 2, 5, 6}),  # a slow link: the fewest bytes without error feedback, then those with it
+        (0.1, {6: 2.0}, {4, 2, 5}),  # powersgd computes for longer than it saves
+        (0.005, {}, {4, 2}),  # by the rate that two methods give, fewer bytes would save less than the margin
+        (0.0, {2: 0.1, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}, {4, 2, DENSE}),  # bytes cost nothing
     ],
 )
 def test_few_methods_are_tried(rate, compression, tried):
@@ -240,16 +251,33 @@ def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
     assert decision.levels == {"w": 4}
 
 
-def test_another_method_is_tried_where_the_noise_of_the_chosen_one_rises():
+@pytest.mark.parametrize("noise, level, chosen", [(0.11, 4, 4), (0.2, 3, None)])  # then integers of 8 bits are tried
+def test_another_method_goes_on_where_the_noise_of_the_chosen_one_rises(noise, level, chosen):
     policy = Auto()
     seconds = {level: 1.0 + size for level, size in BYTES.items()}
     found = costs({})
-    levels, decision = outcome(policy, seconds, {5: 0.03, 6: 3.0}, costs=found)
+    levels, decision = outcome(policy, seconds, {4: 0.02, 5: 0.03, 6: 3.0}, costs=found)
     assert levels[-1] == 5
-    decision = policy.on_trial_end(decision, 2, seconds[5], told(policy, 5, 0.11), found)
-    assert (decision.levels, decision.memo["chosen"]) == ({"w": 4}, None)  # expected: 0.11 * 0.023 / 0.034 = 0.074
+    decision = policy.on_trial_end(decision, 2, seconds[5], told(policy, 5, noise), found)
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": level}, chosen)
+    rise = noise / 0.03  # all noise without error feedback rises alike
+    ratios = {each: forecast.noise_ratio for each, forecast in policy.forecasts(decision).items()}
+    assert ratios == pytest.approx({2: 0.0, 4: 0.02 * rise, 5: noise, 6: 3.0}, abs=1e-6)
+    assert policy.remembers(decision.memo)
+
+
+def test_an_untried_method_is_tried_where_the_noise_of_the_chosen_one_rises():
+    policy = Auto(candidates=(CANDIDATES[0], CANDIDATES[3], {"compressor": "eden", "bits": 4, "block_size": 64}))
+    seconds = {DENSE: 33.0, FLUSH: 33.0, 2: 17.0, 3: 4.5, 4: 5.5}
+    found = [
+        Cost(size - 1, 0.0, error) for size, error in zip(seconds.values(), (0, 0, 5e-8, 0.034, 0.01), strict=True)
+    ]
+    levels, decision = outcome(policy, seconds, {3: 0.03}, costs=found)
+    assert levels[-1] == 3
+    decision = policy.on_trial_end(decision, 2, seconds[3], told(policy, 3, 0.11), found)
+    assert (decision.levels, decision.memo["chosen"]) == ({"w": 4}, None)  # expected: 0.11 * 0.01 / 0.034 = 0.03
     assert policy.trial(decision, 2) == policy.trial_steps
-    decision = policy.on_trial_end(decision, 2, seconds[4], told(policy, 4, 0.08), found)
+    decision = policy.on_trial_end(decision, 2, seconds[4], told(policy, 4, 0.04), found)
     assert (decision.levels, decision.memo["chosen"]) == ({"w": 4}, 4)
     assert policy.remembers(decision.memo)
 
@@ -259,8 +287,8 @@ def test_the_seconds_of_a_long_watch_replace_those_of_the_trial():
     seconds = {level: 1.0 + 0.1 * size for level, size in BYTES.items()}
     _, decision = outcome(policy, seconds, {5: 0.03, 6: 3.0}, costs=costs({}))
     assert decision.levels == {"w": 5}
-    decision = policy.on_trial_end(decision, 2, seconds[2] * 1.1, told(policy, 5, 0.03), costs({}))
-    assert decision.levels == {"w": 2}
+    decision = policy.on_trial_end(decision, 2, seconds[4] * 1.1, told(policy, 5, 0.03), costs({}))
+    assert decision.levels == {"w": 4}
 
 
 @pytest.mark.parametrize("again, chosen", [(0.9, 2), (1.1, 5)])
@@ -291,17 +319,17 @@ def test_no_other_rival_is_timed_again(seconds):
 def test_a_lucky_trial_of_dense_gradients_is_corrected():
     policy = Auto()
     seconds = {level: 1.0 + 0.1 * size for level, size in BYTES.items()}
-    _, decision = outcome(policy, {**seconds, 5: 2.6, DENSE: 2.5}, costs=costs({}))
+    _, decision = outcome(policy, {**seconds, 4: 2.59, DENSE: 2.5}, costs=costs({}))
     assert decision.levels == {"w": DENSE}
     assert policy.trial(decision, 2) == 10
     decision = policy.on_trial_end(decision, 2, seconds[DENSE], {}, costs({}))
-    assert decision.levels == {"w": 2}
+    assert decision.levels == {"w": 4}
 
 
 def test_the_first_steps_of_a_training_do_not_count_against_its_first_method(clock, monkeypatch):
     monkeypatch.setattr(Auto, "predicts", True)
     monkeypatch.setattr(grace.engine.policy_runner, "WARM_UP", WARM_UP)
-    taken = {**dict.fromkeys((DENSE, FLUSH, 3, 4, 5, 6), 2.2), 2: 2.0}
+    taken = {**dict.fromkeys((DENSE, FLUSH, 2, 3, 5, 6), 2.2), 4: 2.0}
     grc = grace_from_params({"compressor": "auto"}, LocalTransport(World(1), 0))
 
     def level():  # steps up to 4 take longer
@@ -314,8 +342,8 @@ def test_the_first_steps_of_a_training_do_not_count_against_its_first_method(clo
     for step in range(12):
         grc.step({"w": np.random.default_rng(step).standard_normal((200, 150), np.float32)})
         grc.tune()
-    assert grc.report().trials["fp16"] == pytest.approx(2.0)
-    assert grc.report().method.startswith("fp16")
+    assert grc.report().trials["blockint, bits=4, rounding=stochastic, block_size=64"] == pytest.approx(2.0)
+    assert grc.schedule.level("w") == 4
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
@@ -347,12 +375,13 @@ def test_a_training_that_predicts_tries_few_methods(clock, monkeypatch):
     grc = grace_from_params({"compressor": "auto"}, LocalTransport(World(1), 0))
     clock.level = lambda: grc.schedule.level("w")
     grc.build({"w": np.zeros((200, 150), np.float32)})
-    for step in range(9):
+    for step in range(12):
         grc.step({"w": np.random.default_rng(step).standard_normal((200, 150), np.float32)})
         grc.tune()
     assert grc.report().method == "eden + none + allgather"
-    assert {*grc.report().trials} == {"fp16", "eden, bits=3, block_size=64"}
-    assert grc.schedule.history["w"][0] == (0, FIRST)
+    int4, eden = "blockint, bits=4, rounding=stochastic, block_size=64", "eden, bits=3, block_size=64"
+    assert list(grc.report().trials) == [int4, "fp16", eden]
+    assert grc.schedule.history["w"][0] == (0, FIRST + 2)
 
 
 def test_the_choice_follows_the_noise():

@@ -16,10 +16,12 @@ from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
 """Level indices: dense gradients; dense gradients plus the residuals that memories still hold; the first candidate."""
+MILD: Mapping[str, Any] = {"compressor": "blockint", "bits": 4, "rounding": "stochastic", "block_size": 64}
+"""A candidate with which a training may begin: an eighth of the bytes, and noise of about 0.02."""
 CANDIDATES = (
     "fp16",
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "block_size": 64},
-    {"compressor": "blockint", "bits": 4, "rounding": "stochastic", "block_size": 64},
+    MILD,
     {"compressor": "eden", "bits": 3, "block_size": 64},
     {"compressor": "powersgd", "compress_rank": 16},
 )
@@ -34,7 +36,7 @@ COARSE = (
 """Further candidates, only for effort "fast". Their noise exceeds the limits of the other efforts in nearly all
 trainings, where trying them would cost progress for nothing."""
 SAFE = ("bf16", "fp16")
-"""Compressors with which a training may begin: their noise is far below that of the gradients."""
+"""Compressors whose noise is far below that of the gradients."""
 EXACT = 1e-5
 """Errors below this one, such as those of 16 bits, say nothing about the noise of other methods."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
@@ -103,10 +105,11 @@ class Auto(Policy):
     measured again later, and the policy chooses again. Errors of independent rotations or roundings average out better
     where the workers' gradients agree, so noise rises as the gradients become mostly sampling noise.
 
-    The training begins with 16 bits, if a candidate has them, else with dense gradients. Two timed methods give the
-    seconds per byte; with it, and with the bytes, the error and the seconds of compression of a sample (`Cost`), the
-    other methods are predicted. A method is tried only while its prediction promises more than the best tried method.
-    Noise and rates that are not known yet are taken in its favour, so no better method is left out.
+    The training begins with `MILD`, if that is a candidate, and tries 16 bits next, or dense gradients if no candidate
+    has 16 bits; without `MILD` it begins with these. Two timed methods give the seconds per byte; with it, and with the
+    bytes, the error and the seconds of compression of a sample (`Cost`), the other methods are predicted. A method is
+    tried only while its prediction promises more than the best tried method. Noise and rates that are not known yet are
+    taken in its favour, so no better method is left out.
 
     After the first check of the chosen method, the best other method is timed again for as many steps, if its cost is
     close (`CLOSE`).
@@ -137,6 +140,11 @@ class Auto(Policy):
 
     @cached_property
     def first_level(self) -> int:
+        return FIRST + self.candidates.index(MILD) if MILD in self.candidates else self._careful
+
+    @cached_property
+    def _careful(self) -> int:
+        # The level of 16 bits, or of dense gradients.
         return next((level for level, name in self._names.items() if name in SAFE), DENSE)
 
     def __post_init__(self) -> None:
@@ -202,9 +210,10 @@ class Auto(Policy):
         error = memo["errors"].get(str(level), 0.0)
         if level != DENSE and noise and any(each.wanted for each in noise.values()):  # some gradient was finite
             error = relative_error(noise)
-        memo = {**memo, "errors": {**memo["errors"], str(level): error}}
-        memo["seconds"] = {**memo["seconds"], str(level): seconds}
         current, first = memo["chosen"], "watched" not in memo
+        errors = self._risen(memo["errors"], level, error) if level == current else memo["errors"]
+        memo = {**memo, "errors": {**errors, str(level): error}}
+        memo["seconds"] = {**memo["seconds"], str(level): seconds}
         if level == current:  # no trial, and no rival
             memo["watched"] = memo.get("watched", 0) + (EARLY << memo.get("watched", 0) < self.watch_steps)
         # Try more methods while none is chosen, or after the noise of the chosen one has passed the limit.
@@ -212,9 +221,15 @@ class Auto(Policy):
             following = self._next(memo, costs)
             if following is not None:
                 return self._go(decision, following, {**memo, "chosen": None})
-        best = self._best(memo, self.first_level if current is None else current)
+        best = self._best(memo, self._careful if current is None else current)
         rival = self._rival(memo, best) if first and best == current else None
         return self._go(decision, best if rival is None else rival, {**memo, "chosen": best})
+
+    def _risen(self, errors: Mapping[str, float], level: int, error: float) -> dict[str, float]:
+        # The errors of all levels after that of one was measured again: noise rises alike without error feedback.
+        before = errors.get(str(level), 0.0)
+        rise = error / before if before > EXACT and level not in self._feedback else 1.0
+        return {key: old if int(key) in self._feedback else min(rise * old, WORST) for key, old in errors.items()}
 
     def _ratio(self, memo: Mapping[str, Any], level: int) -> float:
         # The noise ratio of a level when it was last measured.
@@ -229,7 +244,7 @@ class Auto(Policy):
         # there is none. Those with error feedback come last, since their residuals would count as noise of a later
         # method without it; the finest setting of each compressor comes first, since its noise rules out coarser ones.
         untried = [level for level in self._order if str(level) not in memo["seconds"]]
-        if costs is None:
+        if costs is None or self._careful in untried:
             return next(iter(untried), None)
         best = min(self._costs(memo).values(), default=math.inf)
         promising: dict[int, float] = {}
@@ -281,8 +296,12 @@ class Auto(Policy):
 
     @cached_property
     def _order(self) -> list[int]:
-        # All levels but FLUSH: the first one, then those without error feedback.
-        return sorted((DENSE, *self._methods), key=lambda level: (level != self.first_level, level in self._feedback))
+        # All levels but FLUSH: the first one, the careful one, then those without error feedback.
+        early = (self.first_level, self._careful)
+        return sorted(
+            (DENSE, *self._methods),
+            key=lambda level: (level != early[0], level != early[1], level in self._feedback),
+        )
 
     @cached_property
     def _methods(self) -> dict[int, Method]:

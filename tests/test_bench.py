@@ -488,10 +488,11 @@ def test_tensorflow_is_measured_eagerly_and_in_a_graph(bench):
 def test_jax_is_measured_as_compiled(bench):
     pytest.importorskip("jax")
     options = [option for option in QUICK if option != "--no-memory"]
-    found, done = bench("powersgd", "topk", "--backend", "jax", "--allocator", "asis", *options)
+    found, done = bench("powersgd", "topk", "efsignsgd", "--backend", "jax", "--allocator", "asis", *options)
     assert [(each["label"], each["mode"], each["bytes"]) for each in found["records"]] == [
         ("powersgd", "graph", 3200),
         ("topk", "graph", 800),
+        ("efsignsgd", "graph", 1254),
     ]
     assert all(each["encode"]["us"] > 0 < each["decode"]["us"] for each in found["records"])
     assert found["left_out"] == [], done.stdout

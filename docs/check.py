@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 def claims() -> Iterator[tuple[str, str]]:
     """Pairs of a page and a text that it must have."""
-    for part in (trainings, noise, stages, overhead, gpu):
+    for part in (trainings, noise, stages, overhead, gpu, jax):
         yield from part()
 
 
@@ -305,6 +305,29 @@ def gpu() -> Iterator[tuple[str, str]]:
     records = {record["label"]: record for record in found["times"]["records"]}
     sidco = records["sidco"]["encode"]["x"] + records["sidco"]["commit"]["x"]
     yield "sidco", f"On an H100 sidco takes {sidco:.0f} copies to encode 25 million elements and commit"
+
+
+def jax() -> Iterator[tuple[str, str]]:
+    """What `grace bench kernels --backend torch,jax` stored."""
+    names = {
+        "fp16": "fp16",
+        "qsgd": "int8, random rounding (`qsgd`)",
+        "blockint": "int4, random rounding (`blockint`)",
+        "eden:bits=3,block_size=64": "`eden`, 3 bits, blocks of 64",
+        "efsignsgd": "1-bit sign, one scale",
+        "topk": "exact top-k, 1 %",
+        "powersgd": "PowerSGD, rank 4",
+    }
+    rows = json.loads((STORE / "kernels-jax.json").read_text())["records"]
+    found = {(row["label"], row["backend"]): row for row in rows}
+    for label, name in names.items():
+        took = [
+            sum(found[label, backend][part]["x"] for part in parts)
+            for parts in (("encode", "commit"), ("decode",))
+            for backend in ("jax", "torch")
+        ]
+        cells = [f"{each:.0f}" if each >= 100 else f"{each:.2g}" for each in took]
+        yield "benchmarks-kernels", f"| {name} | {' | '.join(cells)} |"
 
 
 COLUMN = "\x00"

@@ -35,15 +35,15 @@ TASKS, ALL, LOCALLY = (
 LOCAL, FEEDBACK = "local-2026-11-26.json", "feedback-2026-11-29.json"
 """Runs of methods that missed the quality in most tasks: local training, and long-delayed error feedback."""
 FRESH = "auto-2026-11-29.json"
-"""A run of `auto` with predictions, and of the limit, with a seed that tuned nothing."""
+"""A run of `auto` with predictions, and of the limit, with seeds that tuned nothing."""
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
 LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
 ABOUT_FRESH = """
-**`auto` with predictions**, one seed that tuned nothing (100), before it timed its closest rival again. "No exchange":
-float32's steps in the time of workers that exchange nothing.
+**`auto` with predictions**, three seeds that tuned nothing (100 to 102). "No exchange": float32's steps in the time of
+workers that exchange nothing.
 
 """
 ABOUT_FEEDBACK = f"""

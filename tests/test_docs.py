@@ -256,6 +256,16 @@ def test_the_pages_say_what_was_stored(monkeypatch):
     assert len(wrong) == sum(bool(re.search(r"\d", claim)) for _, claim in check.claims()) > 30
 
 
+def test_every_row_of_the_seeds_is_repeated_and_compared():
+    from docs import repeat
+
+    assert repeat.rows().keys() == repeat.READ.keys() >= set(repeat.QUICK)
+    figure = repeat.Figure("steps of {} and {} of the dense time", (0.58, 0.384))
+    rows = ("steps of 0.58 and 0.38 of the dense time", "steps of 0.59 and 0.38 of the dense time", "steps of 0.58")
+    assert [figure.on(row) for row in rows] == [True, False, False]
+    assert [figure._replace(tolerance=0.1, values=(0.63, value)).on(rows[0]) for value in (0.4, 0.44)] == [True, False]
+
+
 def test_each_claim_of_a_paper_is_quoted_and_judged():
     page = (ROOT / "docs" / "seeds.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| **")]

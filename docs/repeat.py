@@ -142,9 +142,9 @@ def accordion(printed: str) -> list[Figure]:
             "{} % of the lost accuracy recovered with {} % of the floats",
             (100 * recovered, 100 * floats),
         ),
-        Figure("better in {} of five seeds (p = {})", (*same,)),
+        Figure("better in {} of 5 seeds (p = {})", (*same,)),
         Figure(
-            "ahead in {} of five without error feedback (p = {}), in {} with it (p = {})",
+            "ahead in {} of 5 without error feedback (p = {}), in {} with it (p = {})",
             (*fixed, *fixed_fed),
         ),
     ]

@@ -60,7 +60,7 @@ def fresh() -> Iterator[tuple[str, str]]:
         "benchmarks-tasks",
         f"With predictions `auto` reached it in {len(time)} of {len(time)}, and ended at most {_percent(loss)} below",
         f"float32. It took fp16's time divided by {spans[0]} at 100 Mbit/s, by {spans[1]} at 1 Gbit/s.",
-        "Against the fastest of fp16, int4 and `eden` of 3 bits, known afterwards, it took at most 1.1 times as long",
+        "Against the fastest of fp16, int4 and `eden` of 3 bits it took at most 1.1 times as long",
         f"in {close} of {len(time)}, else up to {max(behind):.2f} times.",
     )
     dense = {task: each["dense"] for (rate, task), each in time.items() if rate == "100mbit"}

@@ -42,8 +42,7 @@ LIMITS = (0.03, 0.1)
 NOISE = 0.03
 """About the loss that one seed may show by chance: fp16, whose rounding costs nothing, has shown 1.7 %."""
 ABOUT_FRESH = """
-**`auto` with predictions**, three seeds that tuned nothing (100 to 102). "No exchange": float32's steps in the time of
-workers that exchange nothing.
+**`auto` with predictions**, three seeds that tuned nothing (100 to 102):
 
 """
 ABOUT_FEEDBACK = f"""

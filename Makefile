@@ -59,7 +59,7 @@ $(VENV)/.triton: $(VENV)/.installed
 SELECT := $(if $(M),-k "$(M)") $(ARGS)
 test: install $(VENV)/.triton ## run all tests
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
-	$(BIN)/python -m pytest -n $(JOBS) -m "not processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
 	exit $$status
 

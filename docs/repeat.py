@@ -289,7 +289,7 @@ QUICK = [
     "DiLoCo",
     "Dion",
 ]
-"""Rows that take ten minutes together."""
+"""Rows that take five minutes together."""
 
 
 def rows() -> dict[str, tuple[str, list[str]]]:

@@ -76,7 +76,7 @@ def test_the_maximum_is_not_a_number_where_an_element_is_none(n, compiled):
 def test_laws(row):
     backend("jax")
     checks = compressor_laws(parts(row).compressor, ["jax"])
-    if row.name == "kashin":  # the next test takes the place of this one
+    if row.name == "kashin":  # the next test bounds by how much it breaks this law
         checks = [check for check in checks if check.law != "pieces_of_whole_blocks_make_the_whole_payload"]
     hold((str(check), check.run) for check in checks)
 

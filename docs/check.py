@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 def claims() -> Iterator[tuple[str, str]]:
     """Pairs of a page and a text that it must have."""
-    for part in (trainings, noise, stages, overhead, gpu, jax):
+    for part in (trainings, noise, stages, overhead, gpu, jax, lab):
         yield from part()
 
 
@@ -325,6 +325,48 @@ def jax() -> Iterator[tuple[str, str]]:
         ]
         cells = [f"{each:.0f}" if each >= 100 else f"{each:.2g}" for each in took]
         yield "benchmarks-kernels", f"| {name} | {' | '.join(cells)} |"
+
+
+def lab() -> Iterator[tuple[str, str]]:
+    """What `benchmarks.lab --delay` stored."""
+    names = {
+        "alone": "no exchange",
+        "ddp-fp16": "DDP, fp16",
+        "ddp-powersgd-1bucket": "DDP, PowerSGD rank 4",
+        "grace-torch-int4-2stage": "int4, `twostage`",
+        "grace-torch-int4-2levels": "int4, `twostage` of two levels",
+        "grace-torch-int4-default": "int4, default",
+        "grace-torch-eden3": "`eden` of 3 bits, default",
+        "grace-torch-eden3-2levels": "`eden` of 3 bits, two levels",
+    }
+    rows = [json.loads(line) for line in (STORE / "lab-delay.jsonl").read_text().splitlines()]
+    found = {(row["case"]["name"], (row["workers"], row["delay"])): row for row in rows}
+    links = sorted({link for _, link in found})
+    for case, name in names.items():
+        cells = [f"{found[case, link]['seconds']:.2f}" if (case, link) in found else "" for link in links]
+        eight = found[case, (8, 0.0)]
+        yield "benchmarks-lab", f"| {name} | {' | '.join(cells)} | {max(eight['tx'], eight['rx']) / 1e6:.2f} |"
+    one, two, half = "grace-torch-int4-2stage", "grace-torch-int4-2levels", "ddp-fp16"
+    grown = [found[case, (16, 0.0)]["tx"] / found[case, (8, 0.0)]["tx"] - 1 for case in (one, half)]
+    saved = [1 - found[two, (16, delay)]["seconds"] / found[one, (16, delay)]["seconds"] for delay in (0.0, 20.0)]
+    took = [
+        [row["times"]["compress"] for (case, link), row in found.items() if "int4" in case and link[0] == hosts]
+        for hosts in (16, 8)
+    ]
+    spans = [f"{min(each):.1f} to {max(each):.1f} s" for each in took]
+    yield say(
+        "benchmarks-lab",
+        f"From 8 to 16 hosts the bytes of int4 grow by {grown[0] * 100:.0f} %, those of DDP's fp16 by",
+        f"{grown[1] * 100:.0f} %.",
+    )
+    yield say(
+        "benchmarks-lab",
+        f"with 16 hosts compression takes {spans[0]} of a step of int4, with 8 hosts {spans[1]}.",
+    )
+    yield say(
+        "benchmarks-lab",
+        f"Two were faster, by {saved[0] * 100:.0f} % without delay and by {saved[1] * 100:.0f} % with 20 ms.",
+    )
 
 
 COLUMN = "\x00"

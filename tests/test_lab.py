@@ -47,6 +47,27 @@ print("mean", mean.item(), os.environ["CARRIED"], flush=True)
 os._exit(7 if rank == 1 and os.environ["CARRIED"] == "fail" else 0)
 """
 
+ECHO = """
+import socket, sys
+with socket.socket(type=socket.SOCK_DGRAM) as end:
+    end.bind((sys.argv[1], 6000))
+    print("ready", flush=True)
+    while True:
+        end.sendto(*end.recvfrom(65_000))
+"""
+PING = """
+import socket, sys, time
+address, size, times = (sys.argv[1], 6000), int(sys.argv[2]), []
+with socket.socket(type=socket.SOCK_DGRAM) as end:
+    end.settimeout(10)
+    for _ in range(10):
+        began = time.perf_counter()
+        end.sendto(bytes(size), address)
+        assert end.recv(65_000) == bytes(size)
+        times.append(time.perf_counter() - began)
+print(min(times))
+"""
+
 # -- without root -----------------------------------------------------------------------------------------------------
 
 
@@ -69,34 +90,6 @@ def test_burst_is_a_time_at_the_rate():
     assert network.burst_bytes("1mbit") == 16 * 1024
 
 
-@pytest.mark.parametrize("rate, parent", [("100mbit", ("parent", "1:1")), ("unshaped", ("root",))])
-def test_links_delay_packets_behind_their_rate(rate, parent, monkeypatch):
-    commands = []
-    monkeypatch.setattr(network, "run", lambda *words, check=True: commands.append(words))
-    lab = network.Lab(2, rate, delay=5)
-    lab.shape(rate)
-    delayed = [words for words in commands if "netem" in words]
-    assert [words[words.index("dev") + 1] for words in delayed] == ["eth0", "p0", "eth0", "p1"]
-    for words in delayed:
-        assert words[words.index("netem") - len(parent) : words.index("netem")] == parent
-        assert words[words.index("delay") + 1] == "5ms"
-    commands.clear()
-    network.Lab(2, rate).shape(rate)
-    assert not any("netem" in words for words in commands)
-
-
-def test_a_kernel_without_delays_is_named(monkeypatch):
-    def run(*words, check=True):
-        if "netem" in words:
-            raise LabError("`tc` failed: Error: Specified qdisc kind is unknown.")
-
-    monkeypatch.setattr(network, "run", run)
-    with pytest.raises(LabError, match="sch_netem"):
-        network.Lab(2, delay=5).shape("100mbit")
-    with pytest.raises(LabError, match="write 0 to"):
-        network.Lab(2, delay=-1)
-
-
 def test_topologies():
     assert network.parse_topology("4") == (4, 1)
     assert network.parse_topology("2x3") == (2, 3)
@@ -106,7 +99,9 @@ def test_topologies():
         network.parse_topology("two")
 
 
-@pytest.mark.parametrize("wrong", [{"hosts": 0}, {"workers_per_host": 0}, {"rate": "100"}, {"hosts": 251}])
+@pytest.mark.parametrize(
+    "wrong", [{"hosts": 0}, {"workers_per_host": 0}, {"rate": "100"}, {"hosts": 251}, {"delay": -1}, {"delay": 20_000}]
+)
 def test_a_lab_that_cannot_be(wrong):
     with pytest.raises(LabError):
         Lab(**wrong)
@@ -382,6 +377,41 @@ def test_a_link_holds_its_rate(lab, rate):
     for ends in ((1, 0), (0, 1)):
         assert 0.85 < probe(lab, *ends, seconds=1.5) / network.bits_per_second(rate) <= 1.0
     lab.shape("50mbit")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [1, 1400, 20_000])
+def test_links_delay_packets_in_both_directions(size):
+    needed()
+    with Lab(2, "100mbit", delay=5) as late:
+        here, there = late.hosts
+        with there.popen(sys.executable, "-c", ECHO, there.address, stdout=subprocess.PIPE).stdout as told:
+            assert told.readline() == b"ready\n"
+        back = here.popen(sys.executable, "-c", PING, there.address, size, stdout=subprocess.PIPE)
+        seconds = float(back.communicate(timeout=60)[0])
+    assert 0.020 <= seconds < 0.029  # two links there, two back; a message of 20 kB takes 1.6 ms on each link
+    assert not left(late)
+
+
+@pytest.mark.processes
+def test_a_link_with_a_delay_holds_its_rate():
+    needed()
+    with Lab(2, "100mbit", delay=5) as late:
+        for rate in ("100mbit", "400mbit"):
+            late.shape(rate)
+            assert 0.8 < probe(late) / network.bits_per_second(rate) <= 1.0
+
+
+@pytest.mark.processes
+def test_a_machine_without_tap_devices_is_told(monkeypatch, tmp_path):
+    needed()
+    script = tmp_path / "delays.py"
+    script.write_text(Path(network.delays.__file__).read_text().replace("/dev/net/tun", "/dev/net/none"))
+    monkeypatch.setattr(network.delays, "__file__", str(script))
+    late = Lab(2, delay=5)
+    with pytest.raises(LabError, match=r"a delay.*No such file.*/dev/net/none.*modprobe tun"), late:
+        pass
+    assert not left(late)
 
 
 @pytest.mark.processes

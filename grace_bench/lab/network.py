@@ -20,13 +20,13 @@ from types import TracebackType
 from typing import Any
 
 from grace.bench.plan import UNSHAPED
+from grace_bench.lab import delays
 
 PREFIX = "grace-lab"
 NETNS = Path("/etc/netns")  # `ip netns exec NAME` replaces files in /etc by those in NETNS/NAME
 PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
 SSH_PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 LATENCY = "100ms"  # capacity of a queue, as time at the link's rate
-DELAYED = 20_000  # packets that a link may delay: 20 ms at 10 Gbit/s
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 _counter = itertools.count()
@@ -124,7 +124,7 @@ class Lab:
     with keys of this lab alone; the machine's own network and ssh are not changed. ``rate``: in tc's form, or
     "unshaped". ``burst``: bytes that an idle link may send at once; None: `burst_bytes`. ``delay``: milliseconds by
     which each link delays packets in both directions, so that they take four times as long from a host to another and
-    back; needs the kernel's module sch_netem.
+    back (`grace_bench.lab.delays`).
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class Lab:
         self.hosts = [Host(self.name, index) for index in range(hosts)]
         self.folder = Path()
         self._key: Path | None = None
+        self._delays: subprocess.Popen[bytes] | None = None
 
     @property
     def size(self) -> int:
@@ -186,11 +187,14 @@ class Lab:
     def close(self) -> None:
         """Stop all processes on the hosts, and remove the hosts."""
         started = [process for host in self.hosts for process in host.started]
+        started += [self._delays] if self._delays else []
         for process in started:  # a process may not have entered its host yet
             process.kill()
         _remove(self.name)
         for process in started:
             process.wait()
+        if self._delays:
+            self._delays.communicate()  # closes its pipes
 
     def stop(self) -> None:
         """Kill all processes on the hosts, except their sshd."""
@@ -212,17 +216,7 @@ class Lab:
                 run(*tc, "del", "dev", device, "root", check=False)
                 if rate != UNSHAPED:
                     limits = ("rate", rate, "burst", burst or burst_bytes(rate), "latency", LATENCY)
-                    run(*tc, "add", "dev", device, "root", "handle", "1:", "tbf", *limits)
-                if self.delay:
-                    # netem takes the place of the filter's queue: its limit, in packets, bounds what is under way
-                    parent = ("root",) if rate == UNSHAPED else ("parent", "1:1")
-                    self._delay(*tc, "add", "dev", device, *parent, "netem", "delay", f"{self.delay:g}ms")
-
-    def _delay(self, *command: Any) -> None:
-        try:
-            run(*command, "limit", DELAYED)
-        except LabError as error:
-            raise LabError(f"{error}. Delays need the kernel's module sch_netem: try `modprobe sch_netem`") from error
+                    run(*tc, "add", "dev", device, "root", "tbf", *limits)
 
     def _build(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
@@ -230,16 +224,31 @@ class Lab:
         in_switch = ("ip", "-n", self.switch)
         run(*in_switch, "link", "add", "br0", "type", "bridge")
         run(*in_switch, "link", "set", "br0", "up")
+        if self.delay:
+            self._start_delays()
         for host in self.hosts:
             port, here = f"p{host.index}", ("ip", "-n", host.name)
             run("ip", "netns", "add", host.name)
-            run("ip", "link", "add", port, "netns", self.switch, "type", "veth", "peer", "eth0", "netns", host.name)
+            if self.delay:
+                run(*in_switch, "link", "set", f"e{host.index}", "netns", host.name, "name", "eth0")
+            else:
+                run("ip", "link", "add", port, "netns", self.switch, "type", "veth", "peer", "eth0", "netns", host.name)
             run(*in_switch, "link", "set", port, "master", "br0", "up")
             run(*here, "link", "set", "lo", "up")
             run(*here, "link", "set", "eth0", "up")
             run(*here, "address", "add", f"{host.address}/24", "dev", "eth0")
             self._etc(host)
         self.shape(self.rate, self.burst)
+
+    def _start_delays(self) -> None:
+        script = (sys.executable, delays.__file__, str(self.delay / 1e3), str(len(self.hosts)))
+        command = [find("ip") or "ip", "netns", "exec", self.switch, *script]
+        self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self._delays.stdout is not None
+        if self._delays.stdout.readline() != b"ready\n":
+            reason = self._delays.communicate()[1].decode().strip().splitlines()[-1]
+            raise LabError(f"links with a delay: {reason}. They need TAP devices: `modprobe tun`, in a container "
+                           "`--device /dev/net/tun`, and the right to set priorities")  # fmt: skip
 
     def _etc(self, host: Host) -> None:
         # Horovod's gloo resolves its own host name, which is often 127.0.0.1 in the machine's file.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,8 @@ from grace import grace_from_params, simulate
 from grace.core.registry import triple
 from grace.engine.level_costs import level_costs
 from grace.engine.policy_runner import WARM_UP
-from grace.engine.probe import positions
+from grace.engine.probe import NoiseProbe, positions
+from grace.engine.setup import SAMPLE
 from grace.policies import Cost, Decision, Noise
 from grace.policies.auto import (
     CANDIDATES,
@@ -503,6 +504,20 @@ def held(states, name, size):
     return total
 
 
+@pytest.mark.parametrize("name", ["dense/bias", "decoder.bias", "b"])  # names decide which elements a sample has
+def test_the_norm_of_a_small_tensor_does_not_depend_on_the_sample(xp, name):
+    """The gradient of a softmax's bias: a few words have nearly all of its norm, and integers round the others."""
+    exact = np.full(2000, 1e-3)
+    exact[:3] = 1.0, -0.5, 0.5
+    mean = exact + np.random.default_rng(0).choice([-2e-3, 2e-3], 2000)
+    probe = NoiseProbe()
+    probe.extend({name: 2000, "matrix": 30_000}, xp)
+    assert (probe.count(name), probe.count("matrix")) == (2000, 512)
+    given = {name: xp.asarray(exact, "float32")}
+    probe.observe(probe.sample(given), {name: xp.asarray(mean, "float32")}, [0.0])
+    assert relative_error(probe.noise()) == pytest.approx(2000 * 4e-6 / (1.5 + 1997e-6), rel=1e-4)
+
+
 def test_a_discarded_exchange_is_not_measured():
     grc = grace_from_params(AUTO, LocalTransport(World(1), 0))
     grc.build({"w": np.zeros((60, 50), np.float32)})
@@ -875,6 +890,30 @@ def test_a_graph_tries_all_methods_without_being_traced_again(clock):
     assert grc.report().noise == pytest.approx(simulate(AUTO, given).report.noise, rel=1e-3)
     kept = grc.state_dict()["tensors"]["w"]["memory/residual"].reshape(60, 50)
     np.testing.assert_allclose(sent + kept, sum(worker["w"] for (worker,) in given), atol=2e-4)
+
+
+def test_a_graph_measures_noise_only_where_it_is_used(clock):
+    import tensorflow as tf
+
+    clock.taken.update({DENSE: 4.0, FLUSH: 4.0, 2: 1.0})
+    candidates = [{"compressor": "eden", "bits": 4}]
+    auto = {"compressor": "auto", "effort": "fast", "candidates": candidates, "trial_steps": 2, "watch_steps": 30}
+    grc = grace_from_params(auto, LocalTransport(World(1), 0))
+    clock.level = lambda: grc.schedule.level("w")
+    grc.build({name: tf.zeros(shape) for name, shape in SHAPES.items()})
+    step, counts = tf.function(grc.step, autograph=False), [0]
+    for (worker,) in gradients(80, workers=1):
+        step({name: tf.constant(value) for name, value in worker.items()})
+        grc.tune()
+        counts.append(grc.setup.meter.read()[SAMPLE][2])
+    measured = {number for number, (before, after) in enumerate(pairwise(counts)) if after > before}
+    ends = [15, 35, 65]  # after the trials, intervals of 10, 20 and 30 steps
+    assert {number for number in measured if number < 65} == {
+        0,
+        3,
+        4,
+        *(n for end in ends for n in range(end - 10, end)),
+    }
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

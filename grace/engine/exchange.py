@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grace.core import Array
+from grace.core import Array, Program
 from grace.engine.buckets import CHANGED, Unit
 from grace.engine.commit import Commit
-from grace.engine.flight import Flight
+from grace.engine.flight import Flight, reduced
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, SAMPLE, Setup
 from grace.engine.vectors import flattened, joined, of_group, of_joined, whole
 
@@ -179,34 +180,48 @@ class Exchange:
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
-        counted = [*(unit.name for unit in flat), *([SAMPLE] if setup.probe is not None else [])]
-
-        sample = self._sample(flat)
-
-        def samples(flight: Flight) -> tuple[Array, ...]:
-            return flight.scheduler.results[SAMPLE] if setup.probe is not None else ()
+        counted = [unit.name for unit in flat]
 
         def at(level: int) -> Callable[[], Any]:
             def exchange() -> Any:
                 levels = {unit: 0 if unit.dense else level for unit in flat}
-                flight = self._flight(
-                    f"{name}.level{level}", flat, levels, setup.groups.of(levels, switched=True), sample
-                )
+                flight = self._flight(f"{name}.level{level}", flat, levels, setup.groups.of(levels, switched=True))
                 while not flight.scheduler.advance():
                     pass
                 means, counts = self._commit(flight)
                 rows = [counts[name] for name in counted]
-                return [means[each] for each in names], setup.xp.asarray(rows, "int64"), samples(flight)
+                return [means[each] for each in names], setup.xp.asarray(rows, "int64")
 
             return exchange
 
         index = setup.schedule.index(next(iter(flat)).name)
-        means, rows, exact_means = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
+        means, rows = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
         setup.meter.add_rows(counted, rows)
         found = dict(zip(names, means, strict=True))
         self._switched.update(found)
         if setup.probe is not None:
-            self._show_probe(flat, exact_means[0], found)
+            self._measure(name, flat, found)
+
+    def _measure(self, name: str, flat: dict[Unit, Array], means: dict[str, Array]) -> None:
+        # Trace the measurement of noise, which runs only in the steps that use it.
+        setup = self._setup
+        assert setup.schedule is not None
+        if not self._sampled.keys() & flat.keys():
+            return
+
+        def measure() -> Array:
+            programs: dict[str, Program[Any]] = {SAMPLE: reduced((self._sample(flat),), "mean")}
+            scheduler = RoundScheduler(f"{name}.sample", programs, setup.transport, setup.trace)
+            while not scheduler.advance():
+                pass
+            self._show_probe(flat, scheduler.results[SAMPLE][0], means)
+            counts = setup.meter.count([SAMPLE], scheduler.asked, setup.transport.group_rank, {})
+            return setup.xp.asarray([counts[SAMPLE]], "int64")
+
+        def nothing() -> Array:
+            return setup.xp.zeros((1, 3), "int64")
+
+        setup.meter.add_rows([SAMPLE], setup.xp.switch(setup.schedule.measured.read(), [nothing, measure]))
 
     # -- headers -----------------------------------------------------------------------------------------------------
     def _presence(self, units: Iterable[Unit]) -> list[float]:

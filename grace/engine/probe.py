@@ -10,16 +10,17 @@ from grace.backends.base import Backend
 from grace.core import Array
 from grace.core.policy import Noise
 
-LEAST, SHARE = 64, 512
-"""A sample has one element in ``SHARE``, but at least ``LEAST`` elements; smaller tensors are sampled whole."""
+WHOLE, LEAST, SHARE = 4096, 512, 512
+"""A sample has one element in ``SHARE``, at least ``LEAST``, and all of a tensor of at most ``WHOLE`` elements: a few
+of these may have most of the norm, as those of frequent words in the bias of a softmax."""
 
 
 def positions(name: str, size: int) -> list[int]:
-    """Positions of the sampled elements: a random one in each of equally long parts, or all of a small tensor.
+    """Positions of the sampled elements: all of a small tensor, else a random one in each of equally long parts.
 
     They are the same on all workers and toolkits.
     """
-    count = min(size, max(LEAST, size // SHARE))
+    count = size if size <= WHOLE else max(LEAST, size // SHARE)
     draw = random.Random(name)  # a separate generator, so that the global one stays as it is
     return [min(int((part + draw.random()) * size / count), size - 1) for part in range(count)]
 

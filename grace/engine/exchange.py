@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grace.core import Array, Program
+from grace.core import Array
 from grace.engine.buckets import CHANGED, Unit
 from grace.engine.commit import Commit
-from grace.engine.flight import Flight, reduced
+from grace.engine.flight import Flight, averaged
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
-from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, SAMPLE, Setup
 from grace.engine.vectors import flattened, joined, of_group, of_joined, whole
 
@@ -202,26 +201,20 @@ class Exchange:
         if setup.probe is not None:
             self._measure(name, flat, found)
 
-    def _measure(self, name: str, flat: dict[Unit, Array], means: dict[str, Array]) -> None:
+    def _measure(self, name: str, flat: Mapping[Unit, Array], means: Mapping[str, Array]) -> None:
         # Trace the measurement of noise, which runs only in the steps that use it.
-        setup = self._setup
-        assert setup.schedule is not None
-        if not self._sampled.keys() & flat.keys():
-            return
+        setup, xp = self._setup, self._setup.xp
 
         def measure() -> Array:
-            programs: dict[str, Program[Any]] = {SAMPLE: reduced((self._sample(flat),), "mean")}
-            scheduler = RoundScheduler(f"{name}.sample", programs, setup.transport, setup.trace)
-            while not scheduler.advance():
-                pass
-            self._show_probe(flat, scheduler.results[SAMPLE][0], means)
-            counts = setup.meter.count([SAMPLE], scheduler.asked, setup.transport.group_rank, {})
-            return setup.xp.asarray([counts[SAMPLE]], "int64")
+            sample = self._sample(flat)
+            assert sample is not None  # a switch has a compressed unit
+            exact, counts = averaged(setup, name, sample)
+            self._show_probe(flat, exact, means)
+            return xp.asarray([counts], "int64")
 
-        def nothing() -> Array:
-            return setup.xp.zeros((1, 3), "int64")
-
-        setup.meter.add_rows([SAMPLE], setup.xp.switch(setup.schedule.measured.read(), [nothing, measure]))
+        assert setup.probe is not None
+        rows = xp.switch(setup.probe.wanted.read(), [lambda: xp.zeros((1, 3), "int64"), measure])
+        setup.meter.add_rows([SAMPLE], rows)
 
     # -- headers -----------------------------------------------------------------------------------------------------
     def _presence(self, units: Iterable[Unit]) -> list[float]:

@@ -49,11 +49,11 @@ class Flight:
         programs |= {each.name: self._joined(each) for each in layout.joined}
         if self.plain:
             sent = (xp.cast(flat[unit], setup.wire_dtype(unit, levels[unit])) for unit in self.plain)
-            programs[DENSE] = reduced(tuple(sent), "mean")
+            programs[DENSE] = _reduced(tuple(sent), "mean")
         if presence:
-            programs[PRESENT] = _first(reduced((xp.asarray(presence, "float32"),), "sum"))
+            programs[PRESENT] = _first(_reduced((xp.asarray(presence, "float32"),), "sum"))
         if sample is not None:
-            programs[SAMPLE] = reduced((sample,), "mean")
+            programs[SAMPLE] = _reduced((sample,), "mean")
         with xp.quiet():
             before = None if last is None or last.depart() else last
             label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow accepts
@@ -82,7 +82,7 @@ class Flight:
         setup, way = self._setup, joined.way
         whole = setup.xp.buffers.joined([self.flat[unit] for unit in joined.units])
         if way is None:
-            return _first(reduced((whole,), "mean", True))
+            return _first(_reduced((whole,), "mean", True))
         ctx = setup.context(joined.units[0], self.step)._with(name=joined.name, shape=tuple(whole.shape))
         return _decoded(way.communicator.reduce(whole, way.encoder, {}, ctx), whole)
 
@@ -92,8 +92,17 @@ class Flight:
             each.group.undo()
 
 
-def reduced(arrays: tuple[Array, ...], op: Any, donated: bool = False) -> Program[tuple[Array, ...]]:
-    """The program of one allreduce."""
+def averaged(setup: Setup, name: str, sample: Array) -> tuple[Array, list[Any]]:
+    """The exact mean of a sample, by a message of its own, and the counts of its bytes."""
+    programs = {SAMPLE: _reduced((sample,), "mean")}
+    scheduler = RoundScheduler(f"{name}.sample", programs, setup.transport, setup.trace)
+    while not scheduler.advance():
+        pass
+    counts = setup.meter.count([SAMPLE], scheduler.asked, setup.transport.group_rank, {})
+    return scheduler.results[SAMPLE][0], counts[SAMPLE]
+
+
+def _reduced(arrays: tuple[Array, ...], op: Any, donated: bool = False) -> Program[tuple[Array, ...]]:
     found = yield Reduce(arrays, op, donated=donated)
     return found
 

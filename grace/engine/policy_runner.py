@@ -83,8 +83,6 @@ class Schedule:
         self._cells: dict[str, Any] = {}  # by tensor, a cell with its level, which graphs read
         self._flag: Any = None  # a cell with `watching`, which graphs read
         self._feeding: Any = None  # `_feeds_back` as an array, for graphs
-        self.measured: Any = None
-        """A cell, 1 if the next step's noise is measured, else 0, which graphs read."""
         self.probe = NoiseProbe() if policy.measures_noise else None
         """Measures the noise of exchanges, if the policy needs it."""
         self.costs: list[Cost] = []  # by level, once worker 0's policy predicts for these tensors
@@ -111,7 +109,6 @@ class Schedule:
             self._flag = self._flag or xp.cell(xp.asarray(int(self.watching), "int32"))
             if self.probe is not None:
                 self._feeding = xp.asarray(self._feeds_back, "float32")
-                self.measured = self.measured or xp.cell(xp.asarray(1, "int32"))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop removed tensors."""
@@ -216,7 +213,7 @@ class Schedule:
         """Return whether this step's noise is measured: in the last `MEASURED` steps of a trial of a lossy method.
 
         With error feedback, noise is measured in every step of a trial, since the probe must follow the held error. A
-        graph is traced once: it reads ``measured`` in every step.
+        graph is traced once: it reads `NoiseProbe.wanted`.
         """
         if self.probe is None or self._xp.tracing:
             return self.probe is not None
@@ -233,7 +230,8 @@ class Schedule:
         self._clock.count(step)
         if self.probe is not None and len(self._clock) == 1:
             self.probe.reset()  # like their time, the noise of the first steps does not count
-        self._announce(workers)
+        if self.probe is not None:
+            self.probe.announce(self.measures(workers))
         return len(self._clock) > wanted
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
@@ -251,14 +249,9 @@ class Schedule:
         self._clock.restart(step)
         if self.probe is not None:
             self.probe.reset()
+            self.probe.announce(self.measures(workers))
         self._publish()
-        self._announce(workers)
         return changed
-
-    def _announce(self, workers: int) -> None:
-        # Tell graphs whether the next step's noise is measured.
-        if self.measured is not None:
-            self.measured.assign(self._xp.asarray(int(self.measures(workers)), "int32"))
 
     # -- agreement --------------------------------------------------------------------------------------------------
     def _agreed(self, wanted: tuple[Collective, ...], event: str) -> Program[list[Any]]:

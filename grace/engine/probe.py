@@ -40,16 +40,25 @@ class NoiseProbe:
         self._sizes: dict[str, int] = {}
         self._held: dict[str, Any] = {}  # held errors by tensor, float32[sample]
         self._sums: dict[str, Any] = {}  # squared norms by tensor, float32[2]: of the error and the wanted mean
+        self.wanted: Any = None
+        """A cell that graphs read: 1 if the next step is measured, else 0; equal on all workers."""
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
         """Add tensors, by their numbers of elements."""
         self._xp, self._on = xp, xp.host or xp
+        if xp.traced:
+            self.wanted = self.wanted or xp.cell(xp.asarray(1, "int32"))
         for name, size in sizes.items():
             chosen = positions(name, size)
             self._positions[name] = self._on.asarray(chosen, "int32")
             self._sizes[name] = size
             self._held[name] = xp.cell(xp.zeros(len(chosen)))
             self._sums[name] = xp.cell(xp.zeros(2))
+
+    def announce(self, wanted: bool) -> None:
+        """Tell graphs whether the next step is measured."""
+        if self.wanted is not None:
+            self.wanted.assign(self._xp.asarray(int(wanted), "int32"))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the probes of these tensors."""
@@ -142,3 +151,4 @@ class NoiseProbe:
             fits = tuple(getattr(saved, "shape", (None,))) == shape
             cell.assign(xp.buffers.copy(xp.asarray(saved, "float32")) if fits else xp.zeros(shape))
         self.reset()
+        self.announce(True)  # as in a new process

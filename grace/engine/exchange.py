@@ -11,6 +11,7 @@ from grace.engine.commit import Commit
 from grace.engine.flight import Flight, averaged
 from grace.engine.groups.book import Layout
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
+from grace.engine.probe import NoiseProbe
 from grace.engine.setup import PRESENT, SAMPLE, Setup
 from grace.engine.vectors import flattened, joined, of_group, of_joined, whole
 
@@ -179,7 +180,6 @@ class Exchange:
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
-        counted = [unit.name for unit in flat]
 
         def at(level: int) -> Callable[[], Any]:
             def exchange() -> Any:
@@ -188,32 +188,30 @@ class Exchange:
                 while not flight.scheduler.advance():
                     pass
                 means, counts = self._commit(flight)
-                rows = [counts[name] for name in counted]
+                rows = [counts[unit.name] for unit in flat]
                 return [means[each] for each in names], setup.xp.asarray(rows, "int64")
 
             return exchange
 
         index = setup.schedule.index(next(iter(flat)).name)
         means, rows = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
-        setup.meter.add_rows(counted, rows)
+        setup.meter.add_rows([unit.name for unit in flat], rows)
         found = dict(zip(names, means, strict=True))
         self._switched.update(found)
-        if setup.probe is not None:
-            self._measure(name, flat, found)
+        if (probe := setup.probe) is not None:
+            self._measure(probe, name, flat, found)
 
-    def _measure(self, name: str, flat: Mapping[Unit, Array], means: Mapping[str, Array]) -> None:
+    def _measure(self, probe: NoiseProbe, name: str, flat: Mapping[Unit, Array], means: Mapping[str, Array]) -> None:
         # Trace the measurement of noise, which runs only in the steps that use it.
         setup, xp = self._setup, self._setup.xp
 
         def measure() -> Array:
-            sample = self._sample(flat)
-            assert sample is not None  # a switch has a compressed unit
+            sample = probe.sample({unit.name: self._sampled[unit] for unit in flat if unit in self._sampled})
             exact, counts = averaged(setup, name, sample)
             self._show_probe(flat, exact, means)
             return xp.asarray([counts], "int64")
 
-        assert setup.probe is not None
-        rows = xp.switch(setup.probe.wanted.read(), [lambda: xp.zeros((1, 3), "int64"), measure])
+        rows = xp.switch(probe.wanted.read(), [lambda: xp.zeros((1, 3), "int64"), measure])
         setup.meter.add_rows([SAMPLE], rows)
 
     # -- headers -----------------------------------------------------------------------------------------------------

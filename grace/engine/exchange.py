@@ -206,8 +206,7 @@ class Exchange:
         setup, xp = self._setup, self._setup.xp
 
         def measure() -> Array:
-            sample = probe.sample({unit.name: self._sampled[unit] for unit in flat if unit in self._sampled})
-            exact, counts = averaged(setup, name, sample)
+            exact, counts = averaged(setup, name, self._sample(flat))
             self._show_probe(flat, exact, means)
             return xp.asarray([counts], "int64")
 

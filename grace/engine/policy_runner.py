@@ -230,7 +230,7 @@ class Schedule:
         self._clock.count(step)
         if self.probe is not None and len(self._clock) == 1:
             self.probe.reset()  # like their time, the noise of the first steps does not count
-        if self.probe is not None:
+        if self.probe is not None and self._xp.traced:
             self.probe.announce(self.measures(workers))
         return len(self._clock) > wanted
 

@@ -246,7 +246,7 @@ class Lab:
         self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self._delays.stdout is not None
         if self._delays.stdout.readline() != b"ready\n":
-            reason = self._delays.communicate()[1].decode().strip().splitlines()[-1]
+            reason = "".join(self._delays.communicate()[1].decode().splitlines()[-1:])
             raise LabError(f"links with a delay: {reason}. They need TAP devices: `modprobe tun`, in a container "
                            "`--device /dev/net/tun`, and the right to set priorities")  # fmt: skip
 

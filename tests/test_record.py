@@ -197,10 +197,11 @@ def test_a_disk_that_is_full_does_not_end_a_training(path):
 
 def test_a_policy_that_changes_the_method_is_followed(path, monkeypatch):
     monkeypatch.setattr(Auto, "predicts", False)  # tries all candidates
+    n, k = 20 * N, 20 * K  # the sample that measures noise is small beside it
     grc = grace_from_params({"compressor": "auto", "candidates": ["topk"], "record": str(path)}, "local")
-    grc.build({"w": normal(N)})
+    grc.build({"w": normal(n)})
     for _ in range(20):
-        grc.step({"w": normal(N)})
+        grc.step({"w": normal(n)})
         grc.tune()
     grc.record()
     run = read(path)
@@ -208,7 +209,7 @@ def test_a_policy_that_changes_the_method_is_followed(path, monkeypatch):
     methods = [line.tensors[0]["method"] for line in run.lines]
     assert methods[:2] == ["none", "topk"], "each trial has lines of its own; what follows, the clock decides"
     for line, method in zip(run.lines, methods, strict=True):
-        assert line.sent == [line.steps * (8 * K if method == "topk" else 4 * N)]
+        assert line.sent == [line.steps * (8 * k if method == "topk" else 4 * n)]
     assert warnings_of(run) == []
 
 

@@ -106,6 +106,14 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
+def alone(script: Path) -> list[str]:
+    """The command line that runs a script of PyTorch as a world of one; with RANK=0 it is forked as workers are."""
+    if sys.platform == "linux":
+        _serve("torch", "0", "torch._dynamo")
+        return [*_client("torch"), str(script)]
+    return [sys.executable, str(script)]
+
+
 def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[str]:
     # The command line of `launcher`, but servers fork the workers, and also the launcher itself if it imports PyTorch.
     source = script.read_text()

@@ -100,8 +100,7 @@ def operations(graces):
     return len(stepping(graces, True).get_concrete_function(given).graph.get_operations())
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("graph, workers", [(True, 3), (False, 2)], ids=["graph", "eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_has_the_bits_of_its_tensors_one_by_one(case, graph, workers, monkeypatch):
     graces = team(CASES[case], workers)

@@ -33,9 +33,14 @@ def exchanged(chosen, params, given=None, **settings):
 
 
 # -- what leaves is what was meant ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("params", LOSSLESS, ids=str)
-@pytest.mark.parametrize("chosen", [GPU, SAMPLE], ids=["gpu", "sample"])
+@pytest.mark.parametrize(
+    "name, chosen",
+    [
+        *(pytest.param(name, GPU, id=f"{name}-gpu") for name in BACKENDS),
+        pytest.param("numpy", SAMPLE, id="numpy-sample"),
+    ],
+)
 def test_every_strategy_yields_the_exact_mean(name, params, chosen):
     backend(name)
     if name != "numpy":

@@ -5,7 +5,8 @@
     def test_my_compressor():
         check_compressor(MyCompressor())
 
-Every law runs on every installed toolkit but JAX (see `installed`), in this process, without a network.
+Every law runs on every installed toolkit but JAX (see `installed`), in this process, without a network: on NumPy with
+all shapes and communicators, on the others, which are slower, with some.
 `compressor_laws` and its siblings return single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the
 same laws.
 """

@@ -107,7 +107,7 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
 
 
 def alone(script: Path) -> list[str]:
-    """The command line that runs a script of PyTorch as a world of one; with RANK=0 it is forked as workers are."""
+    """The command line that runs a script of PyTorch as the only worker, RANK=0, forked as by `launch`."""
     if sys.platform == "linux":
         _serve("torch", "0", "torch._dynamo")
         return [*_client("torch"), str(script)]

@@ -24,7 +24,7 @@ def exchanged(xp, graces, gradients):
 
 
 EVERY = {"numpy": 1, "torch": 6, "tensorflow": 18}
-"""One row in so many; the laws of methods compare toolkits."""
+"""The stride through the table of methods, by toolkit; laws compare the toolkits."""
 SOME = [(row, outer, name) for name in BACKENDS for row, outer in EXCHANGES if row in ROWS[:: EVERY[name]]]
 
 

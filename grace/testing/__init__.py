@@ -5,8 +5,8 @@
     def test_my_compressor():
         check_compressor(MyCompressor())
 
-Every law runs on every installed toolkit but JAX (see `installed`), in this process, without a network: on NumPy with
-all shapes and communicators, on the others, which are slower, with some.
+Every law runs on every installed toolkit but JAX (see `installed`), in this process, without a network.
+NumPy runs all shapes and communicators; the other toolkits, which are slower, run some of them.
 `compressor_laws` and its siblings return single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the
 same laws.
 """

@@ -404,7 +404,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 
 def _over_communicators(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
-        # Every toolkit runs the same communicators: where operations are slow, the usual one and two stages are enough.
+        # Communicators are the same code on all toolkits, so the slower ones run only two.
         few = (usual_communicator(compressor), "twostage")
         for communicator in fitting(compressor):
             if fully(xp) or name_of(communicator) in few:

@@ -120,16 +120,14 @@ def jobs(
     """All combinations as jobs; ``methods``: by toolkit. Method "auto" measures the links, so it trains at each
     bandwidth.
 
-    For each number of workers, all tasks run one method before the next, baselines first, in case time runs out.
+    All methods of a task follow each other, since a shared machine's speed drifts; baselines are first.
     """
-    names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     return [
         Job(task, toolkit, count, method, rates, train=method != LIMIT, trained_at=at, **common)
         for count in workers
-        for method in sorted(names, key=lambda method: order(method)[0])
         for toolkit in toolkits
-        if method in methods[toolkit]
         for task in tasks
+        for method in sorted(methods[toolkit], key=lambda method: order(method)[0])
         for rates, at in ([((rate,), rate) for rate in bandwidths] if _is_auto(method) else [(bandwidths, None)])
     ]
 

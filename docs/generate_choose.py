@@ -34,7 +34,7 @@ TASKS, ALL, LOCALLY = (
 )
 LOCAL, FEEDBACK = "local-2026-11-26.json", "feedback-2026-11-29.json"
 """Runs of methods that missed the quality in most tasks: local training, and long-delayed error feedback."""
-FRESH = ("auto-2026-11-29.json", "auto-keras-2.json")
+FRESH = ("auto-2026-11-29.json", "auto-keras-2.json", "auto-torch-4.json", "auto-keras-4.json")
 """Runs of `auto` with predictions, and of the limit, with seeds that tuned nothing."""
 SECTION = "python docs/generate_choose.py"
 ABOUT = ("date", "command", "machine", "network")
@@ -185,22 +185,21 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | N
 
 
 def common(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of FEW in the trainings and rates that all of them have."""
-    rows = [row for row in rows if row["method"] in FEW]
-    shared = set.intersection(*({_cell(row) for row in rows if row["method"] == method} for method in FEW))
-    return [row for row in rows if _cell(row) in shared]
+    """The rows of FEW and of the limit in the trainings in which all reached dense's quality less the tolerance."""
+    rows = [row for row in rows if row["method"] in (LIMIT, *FEW)]
+    missed = {tuple(row[key] for key in CELL) for row in rows if row["seconds_to_relative"] is None}
+    return [row for row in rows if tuple(row[key] for key in CELL) not in missed]
 
 
-def times(rows: list[dict[str, Any]]) -> list[str]:
-    """The paragraph on time to quality, and its table; none without the methods that it compares."""
-    if not {row["method"] for row in rows}.issuperset(FEW):
-        return []
+def times(runs: list[dict[str, Any]]) -> list[str]:
+    """The paragraph on time to quality, and its table."""
+    rows = [row for run in runs for row in run["results"]]
     found = speeds(common(rows))
     rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
     above = (
         f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}: geometric "
-        f"mean over the {len(found['dense'][rates[0]])} trainings that these methods share "
-        "([each](benchmarks-tasks.md#measured)):"
+        f"mean over the {len(found['dense'][rates[0]])} of {len({tuple(row[key] for key in CELL) for row in rows})} "
+        "trainings in which all did, on another machine ([each](benchmarks-tasks.md#measured)):"
     )
     body = [[f"`{method}`", *(_speed(found[method].get(rate, [])) for rate in rates)] for method in FEW]
     return [above, _table(["method", *rates], body)]
@@ -293,17 +292,23 @@ def qualities(runs: list[dict[str, Any]]) -> str:
         ]
         heads = ["method", *(f"{task}, {metric}" for task, metric in tasks.items())]
         parts += [
-            f"**{NAMES[kit]}, {workers} workers, {mine[0]['seeds']} seeds**",
+            f"**{NAMES[kit]}, {workers} workers, {_seeds(mine)}**",
             _table(heads, body),
         ]
     return "\n\n".join(parts)
+
+
+def _seeds(rows: list[dict[str, Any]]) -> str:
+    count = max(row["seeds"] for row in rows)
+    return f"{count} seed{'s' * (count > 1)}"
 
 
 def _quality(row: dict[str, Any]) -> str:
     if row["quality"] is None or row["error"]:
         return "failed"
     digits = 1 if row["quality"] > 1 else 3
-    return f"{row['quality']:.{digits}f} ± {row['interval']:.{digits}f}"
+    interval = "" if row["interval"] is None else f" ± {row['interval']:.{digits}f}"  # one seed has none
+    return f"{row['quality']:.{digits}f}{interval}"
 
 
 def missed(run: dict[str, Any]) -> str:
@@ -346,8 +351,11 @@ def local(run: dict[str, Any]) -> str:
     return missed(run) + "\n\n" + _table(heads, body)
 
 
-def text(runs: list[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> str:
-    """The content of the generated section. ``others``: runs whose methods only the table of losses has, too."""
+def text(runs: list[dict[str, Any]], others: Sequence[dict[str, Any]], later: list[dict[str, Any]]) -> str:
+    """The content of the generated section. ``others``: runs whose methods only the table of losses has, too.
+
+    ``later``: the runs of the table of times.
+    """
     rows = [row for run in runs for row in run["results"]]
     seeds = max(row["seeds"] for row in rows)
     main, rest = ([row for row in rows if (row["seeds"] == seeds) is kind] for kind in (True, False))
@@ -378,11 +386,11 @@ def text(runs: list[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> s
     named = {line["method"] for line in found} | {"eden:bits=2"}  # in larger blocks than the recommended ones
     beside = [line for run in others for line in lines(run["results"]) if line["method"] not in named]
     for some, each in ((main, found + beside), (rest, elsewhere)):
-        parts += _losses(some, each) + times(some) if some else []
+        parts += _losses(some, each) if some else []
     run = runs[0]
     last = f"; the last {len(beside)} rows: [other runs](benchmarks-tasks.md#measured)" if beside else ""
     parts.append(f"Measured {run['date']} on {run['machine']}, {run['network']}{last}.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts + times(later)) + "\n"
 
 
 def _losses(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
@@ -449,7 +457,7 @@ def pages() -> dict[Path, str]:
     """The generated section of each page."""
     runs, feedback, locally, *later = load(), *load(STORE, FEEDBACK, LOCAL, *FRESH)
     return {
-        PAGE: text(runs, [feedback, locally]),
+        PAGE: text(runs, [feedback, locally], later),
         TASKS: sooner(later) + by_task(later) + ABOUT_FEEDBACK + measured(missed(feedback), feedback),
         ALL: f"{qualities(later)}{ABOUT_EARLIER}{qualities(runs)}\n\n{by_task(runs)}",
         LOCALLY: measured(local(locally), locally),

@@ -1,9 +1,9 @@
 """Draw docs/time_to_quality.png from stored results: python docs/generate_picture.py.
 
 Dots are measured: seconds until a training reached the quality of its dense run less the tolerance, the geometric mean
-over the trainings of benchmarks/results/tasks-*.json. Lines are computed: in each training a step takes
-`computation + bytes / rate`, with both numbers from its two measured rates, so that a line passes through its dots.
-`auto` chooses another method at another rate: it has dots only. An exchange that costs nothing was not measured.
+over the trainings of `generate_choose.FRESH` in which all of these methods did. Lines are computed: in each training a
+step takes `computation + bytes / rate`, with both numbers from its two measured rates, so that a line passes through
+its dots. `auto` chooses another method at another rate: it has dots only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from grace_bench.lab.network import bits_per_second
 
-from generate_choose import CELL, common, load
+from generate_choose import CELL, FRESH, STORE, common, load
 
 SHOWN = {
     "dense": "no compression (float32)",
@@ -23,10 +23,11 @@ SHOWN = {
     "blockint:bits=4": "4-bit integers (blockint)",
     "eden:bits=3,block_size=64": "3 bits (eden)",
     "auto": "auto: measures, then chooses",
+    "limit": "an exchange that costs nothing",
 }
 RATES = [50e6 * 10 ** (step / 20) for step in range(47)]
 """Bits per second of the computed lines: 50 Mbit/s to 10 Gbit/s."""
-COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
+COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#999999")
 
 
 def measured(rows: list[dict[str, Any]], method: str) -> dict[float, float]:
@@ -58,14 +59,15 @@ def draw(file: Path) -> None:
     """The picture."""
     from matplotlib import pyplot
 
-    rows = common(row for run in load() for row in run["results"])
+    rows = common(row for run in load(STORE, *FRESH) for row in run["results"])
     figure, axes = pyplot.subplots(figsize=(7, 3.9), dpi=120)
     for (method, name), colour in zip(SHOWN.items(), COLOURS, strict=True):
         dots = measured(rows, method)
         axes.plot([*dots], [*dots.values()], "D" if method == "auto" else "o", color=colour, label=name, markersize=5)
         if method != "auto":
             line = computed(rows, method)
-            axes.plot(RATES, [line(rate) for rate in RATES], color=colour, linewidth=1.2)
+            style = "dotted" if method == "limit" else "solid"
+            axes.plot(RATES, [line(rate) for rate in RATES], color=colour, linewidth=1.2, linestyle=style)
     axes.set(xscale="log", yscale="log", xlabel="rate of the links")
     axes.set_ylabel("seconds to the quality of float32, less 3 %")
     ticks = {1e8: "100 Mbit/s", 1e9: "1 Gbit/s", 1e10: "10 Gbit/s"}

@@ -331,7 +331,7 @@ def test_the_lines_of_the_picture_pass_through_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate_picture as picture
 
-    rows = picture.common(row for run in picture.load() for row in run["results"])
+    rows = picture.common(row for run in picture.load(picture.STORE, *picture.FRESH) for row in run["results"])
     for method in picture.SHOWN.keys() - {"auto"}:
         line, dots = picture.computed(rows, method), picture.measured(rows, method)
         assert len(dots) == 2

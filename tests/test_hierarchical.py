@@ -25,10 +25,14 @@ def exchanged(xp, graces, gradients):
 
 EVERY = {"numpy": 1, "torch": 6, "tensorflow": 18}
 """The stride through the table of methods, by toolkit; laws compare the toolkits."""
-SOME = [(row, outer, name) for name in BACKENDS for row, outer in EXCHANGES if row in ROWS[:: EVERY[name]]]
+CASES = [
+    pytest.param(row, outer, name, marks=[] if row in ROWS[:: EVERY[name]] else pytest.mark.exhaustive)
+    for name in BACKENDS
+    for row, outer in EXCHANGES
+]
 
 
-@pytest.mark.parametrize("row, outer, name", SOME, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize("row, outer, name", CASES, ids=lambda value: str(value)[:60])
 def test_every_method_travels_between_machines(row, outer, name):
     xp, shape = backend(name), (40, 30) if row.matrix else (1203,)
     graces = built(xp, row.params, shape, size=6, outer=outer, node_size=2)

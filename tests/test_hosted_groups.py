@@ -100,7 +100,15 @@ def operations(graces):
     return len(stepping(graces, True).get_concrete_function(given).graph.get_operations())
 
 
-@pytest.mark.parametrize("graph, workers", [(True, 3), (False, 2)], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "graph, workers",
+    [
+        pytest.param(True, 3, id="graph"),
+        pytest.param(False, 2, id="eager"),
+        pytest.param(True, 2, id="graph-2", marks=pytest.mark.exhaustive),
+        pytest.param(False, 3, id="eager-3", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_has_the_bits_of_its_tensors_one_by_one(case, graph, workers, monkeypatch):
     graces = team(CASES[case], workers)

@@ -35,6 +35,8 @@ TAGS = 2**20
 """Number of tags of direct messages, after which they repeat; torch.distributed's own collectives use tag 0."""
 SMALL = 2**18
 """Maximum size in bytes of a buffer that CPU workers reduce directly: larger messages would flood a slow link."""
+AT_ONCE = 2**14
+"""Maximum number of bytes that a CPU worker receives to reduce a buffer in one message instead of two."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
@@ -270,10 +272,11 @@ class TorchDistributedTransport(MessageTransport):
     def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
         # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
         # buffers. Here each worker reduces its share of the buffer, in rank order, and sends it to all workers: two
-        # successive messages. Each of two workers reduces the whole buffer: one message of the same volume.
+        # successive messages. If the buffer is tiny, or there are two workers, each reduces the whole: one message.
         if self._lines:
             return self.along_lines(buffer, op, name)
-        shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
+        whole = self.size == 2 or (self.size - 1) * buffer.nbytes <= AT_ONCE
+        shares = [buffer] * self.size if whole else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
         tags = self._next_tag(name), self._next_tag(name)
@@ -285,7 +288,7 @@ class TorchDistributedTransport(MessageTransport):
                 OPS[op][1](total, other, out=total)
             if total is not mine:
                 mine.copy_(total)
-            if self.size > 2:
+            if not whole:
                 self._directly([mine] * self.size, shares, tags[1], name)()
             return buffer
 

@@ -270,9 +270,8 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
-        # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
-        # buffers. Here each worker reduces its share of the buffer, in rank order, and sends it to all workers: two
-        # successive messages. If the buffer is tiny, or there are two workers, each reduces the whole: one message.
+        # gloo's allreduce takes 2 (W - 1) successive messages. Here each worker reduces its share of the buffer in rank
+        # order and sends it to all: two. If the buffer is tiny, or there are two workers, each reduces the whole: one.
         if self._lines:
             return self.along_lines(buffer, op, name)
         whole = self.size == 2 or (self.size - 1) * buffer.nbytes <= AT_ONCE

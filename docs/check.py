@@ -108,7 +108,7 @@ def trainings() -> Iterator[tuple[str, str]]:
     halves = [row["interval"] / row["quality"] for row in rows + later if row["interval"] and row["seeds"] == 3]
     yield say(
         "benchmarks-tasks",
-        f"Half an interval of three seeds is {_percent(statistics.median(halves))} of the quality (median),",
+        f"With three seeds half an interval is {_percent(statistics.median(halves))} of the quality (median),",
         f"at most {_percent(max(halves))}.",
     )
     ncf = cells["earlier", "ncf", "torch", 2, "100mbit"]
@@ -139,11 +139,11 @@ def trainings() -> Iterator[tuple[str, str]]:
         f"to {_word(missed['localsgd:sync_every=10,compressor=blockint'])} (H = 10) of five short trainings",
     )
     common = choose.speeds(choose.common(later))
-    trained = {tuple(row[key] for key in choose.CELL) for row in later}
+    trained = {choose.training(row) for row in later}
     yield say(
         "README.md",
-        f"Geometric mean of {len(common['dense']['1gbit'])} of {len(trained)} short trainings, those in which all",
-        "methods reached float32's quality, less 3 %,",
+        f"geometric mean of {len(common['dense']['1gbit'])} of {len(trained)} short trainings, those in which all",
+        "methods reached float32's quality, less 3 %",
     )
     ends = [sorted(float(choose._speed(common[m][rate])) for m in choose.FEW[2:]) for rate in ("100mbit", "1gbit")]
     yield say(

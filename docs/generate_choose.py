@@ -52,7 +52,6 @@ ABOUT_FEEDBACK = f"""
 interval over the seeds; bold: it never reached float32's less {TOLERANCE * 100:.0f} %.
 
 """
-CELL = ("task", "toolkit", "workers")
 FEW = ("dense", "fp16", "auto", "blockint:bits=4", "eden:bits=3,block_size=64")
 """Methods of which one table compares the time to quality."""
 SHORT = {
@@ -116,7 +115,7 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             row,
             base,
         ) in both:  # a method that measures the links is trained at each rate
-            cell = tuple(row[key] for key in CELL)
+            cell = training(row)
             losses[cell] = max(loss(row, base), losses.get(cell, float("-inf")))
         means = {}
         for name, key in (("bytes", "bytes_on_wire"), ("seconds", "seconds")):
@@ -135,8 +134,13 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
 
 
+def training(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The task, the toolkit and the number of workers of a row."""
+    return row["task"], row["toolkit"], row["workers"]
+
+
 def _cell(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(row[key] for key in CELL), row["bandwidth"])
+    return (*training(row), row["bandwidth"])
 
 
 def loss(row: dict[str, Any], base: dict[str, Any]) -> float:
@@ -187,8 +191,8 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | N
 def common(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of FEW and of the limit in the trainings in which all reached dense's quality less the tolerance."""
     rows = [row for row in rows if row["method"] in (LIMIT, *FEW)]
-    missed = {tuple(row[key] for key in CELL) for row in rows if row["seconds_to_relative"] is None}
-    return [row for row in rows if tuple(row[key] for key in CELL) not in missed]
+    missed = {training(row) for row in rows if row["seconds_to_relative"] is None}
+    return [row for row in rows if training(row) not in missed]
 
 
 def times(runs: list[dict[str, Any]]) -> list[str]:
@@ -198,7 +202,7 @@ def times(runs: list[dict[str, Any]]) -> list[str]:
     rates = list(dict.fromkeys(rate for each in found.values() for rate in each))
     above = (
         f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}: geometric "
-        f"mean over the {len(found['dense'][rates[0]])} of {len({tuple(row[key] for key in CELL) for row in rows})} "
+        f"mean over the {len(found['dense'][rates[0]])} of {len({training(row) for row in rows})} "
         "trainings in which all did, on another machine ([each](benchmarks-tasks.md#measured)):"
     )
     body = [[f"`{method}`", *(_speed(found[method].get(rate, [])) for rate in rates)] for method in FEW]
@@ -283,7 +287,7 @@ def qualities(runs: list[dict[str, Any]]) -> str:
     rows, parts = [row for run in runs for row in run["results"] if row["method"] != LIMIT], []
     for kit, workers in dict.fromkeys((row["toolkit"], row["workers"]) for row in rows):
         mine = [row for row in rows if (row["toolkit"], row["workers"]) == (kit, workers)]
-        tasks = {row["task"]: row["metric"] for row in mine}
+        tasks, seeds = {row["task"]: row["metric"] for row in mine}, mine[0]["seeds"]
         cells = {(row["method"], row["task"]): row for row in reversed(mine)}
         body = [
             [name, *(_quality(cells[method, task]) for task in tasks)]
@@ -292,15 +296,10 @@ def qualities(runs: list[dict[str, Any]]) -> str:
         ]
         heads = ["method", *(f"{task}, {metric}" for task, metric in tasks.items())]
         parts += [
-            f"**{NAMES[kit]}, {workers} workers, {_seeds(mine)}**",
+            f"**{NAMES[kit]}, {workers} workers, {seeds} seed{'s' * (seeds > 1)}**",
             _table(heads, body),
         ]
     return "\n\n".join(parts)
-
-
-def _seeds(rows: list[dict[str, Any]]) -> str:
-    count = max(row["seeds"] for row in rows)
-    return f"{count} seed{'s' * (count > 1)}"
 
 
 def _quality(row: dict[str, Any]) -> str:

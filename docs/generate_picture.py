@@ -15,7 +15,7 @@ from typing import Any
 
 from grace_bench.lab.network import bits_per_second
 
-from generate_choose import CELL, FRESH, STORE, common, load
+from generate_choose import FRESH, STORE, common, load, training
 
 SHOWN = {
     "dense": "no compression (float32)",
@@ -44,7 +44,7 @@ def computed(rows: list[dict[str, Any]], method: str) -> Callable[[float], float
     cells: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
     for row in rows:
         if row["method"] == method:
-            cells.setdefault(tuple(row[key] for key in CELL), {})[bits_per_second(row["bandwidth"])] = row
+            cells.setdefault(training(row), {})[bits_per_second(row["bandwidth"])] = row
     parts = []
     for each in cells.values():
         (slow, one), (fast, other) = sorted(each.items())

@@ -120,7 +120,7 @@ def jobs(
     """All combinations as jobs; ``methods``: by toolkit. Method "auto" measures the links, so it trains at each
     bandwidth.
 
-    All methods of a task follow each other, since a shared machine's speed drifts; baselines are first.
+    A task's methods run one after another, baselines first, since a shared machine's speed drifts.
     """
     return [
         Job(task, toolkit, count, method, rates, train=method != LIMIT, trained_at=at, **common)

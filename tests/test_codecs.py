@@ -22,10 +22,10 @@ from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
 
 PLAIN = {
-    *("none", "fp16", "dion", "adaptive_random", "damped", "geometric", "kashin"),
+    *("none", "dion", "adaptive_random", "damped", "geometric", "kashin"),
     *("adacomp", "arctopk", "gradiveq", "gtopk", "oktopk", "sketch_sgd", "variance", "wangni"),
 }
-"""Compressors without kernels: casts and matrix products, which toolkits have, and methods that no page recommends."""
+"""Compressors without kernels: matrix products, which toolkits have, and methods that no page recommends."""
 ROUNDED = {"demo", "thc"}
 """Their kernels sum in another order: tests/test_cosines.py and tests/test_kernels.py check bounds."""
 

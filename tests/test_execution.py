@@ -169,6 +169,27 @@ def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
     )
 
 
+@pytest.mark.parametrize("spent", [False, True])
+@pytest.mark.parametrize("params", [{"compressor": "none"}, {"compressor": "fp16"}], ids=str)
+@pytest.mark.parametrize("order", ["adjacent", "reversed", "apart"])
+def test_adjacent_gradients_are_not_copied_if_they_are_spent(params, order, spent):
+    xp, size = backend("torch"), 4000
+    first = spread(3 * size).astype(np.float16).astype(np.float32)
+    whole = xp.asarray(first.copy(), "float32")
+    starts = {"adjacent": [0, size, 2 * size], "reversed": [2 * size, size, 0], "apart": [0, 2 * size]}[order]
+    given = {f"w{start}": whole[start : start + size] for start in starts}
+    grc = grace_from_params(params, LocalTransport())
+    grc.build(given)
+    grc.launch(given, together="all", spent=spent)
+    grc.land()
+    means = dict(zip(given, grc.means(given), strict=True))
+    for start in starts:
+        assert np.array_equal(xp.to_numpy(means[f"w{start}"]), first[start : start + size])
+    assert np.array_equal(xp.to_numpy(whole), first)
+    for name, mean in means.items():
+        assert xp.buffers.same_memory(mean, given[name]) == (spent and order == "adjacent"), name
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeypatch):
     xp = backend(name)

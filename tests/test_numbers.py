@@ -218,7 +218,7 @@ def test_a_compiled_model_trains_as_the_plain_one_under_its_own_names(torch, kin
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", ["none", "topk", "powersgd"])
+@pytest.mark.parametrize("kind", ["none", "fp16", "topk", "powersgd"])
 def test_the_ddp_hook_gives_what_the_optimizer_gives(ddp, kind, variant):
     found = ddp(f"ddp {kind} {variant}")
     np.testing.assert_allclose(alike([worker[0] for worker in found]), found[0][1], rtol=1e-5, atol=1e-6)

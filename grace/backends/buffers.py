@@ -52,8 +52,8 @@ class Buffers:
         self.write_all(parts, arrays)
         return whole, parts
 
-    def joined(self, arrays: Sequence[Array]) -> Array:
-        """The vector that `copies` returns; also for immutable arrays."""
+    def joined(self, arrays: Sequence[Array], donated: bool = False) -> Array:
+        """The vector that `copies` returns; also for immutable arrays. ``donated``: it may be the arrays' memory."""
         xp = self._xp
         return self.copies(arrays)[0] if xp.mutable else xp.concat([xp.reshape(array, (-1,)) for array in arrays])
 

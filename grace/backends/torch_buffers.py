@@ -57,8 +57,8 @@ class Pool:
         if size < self.SMALL:
             return torch.empty(shape, dtype=dtype, device=CPU)
         with self._lock:
-            whole = torch.from_numpy(self._find(size))
-        return whole[:size].view(dtype).view(shape)
+            whole = torch.from_numpy(self._find(size)[:size])  # slicing is faster in NumPy
+        return whole.view(dtype).view(shape)
 
     def _find(self, size: int) -> Any:
         # Arrays are sorted by size, so that only a few need to be checked when a step requests hundreds.
@@ -95,6 +95,23 @@ FREE = _references([np.empty(1)], 0)
 POOL = Pool()
 
 
+def span(arrays: Sequence[Array]) -> Array | None:
+    """The bytes of arrays that lie side by side in one storage, uint8[n]; None if they do not, or have no elements."""
+    filled = [array for array in arrays if array.numel()]  # empty arrays have no address
+    if not filled:
+        return None
+    first, storage = filled[0], filled[0].untyped_storage()
+    begin = end = first.data_ptr()
+    for array in filled:
+        if array.data_ptr() != end or not array.is_contiguous():
+            return None
+        end += array.nbytes
+    start = storage.data_ptr()
+    if end > start + storage.nbytes():  # adjacent by chance, from different storages
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, begin - start, (end - begin,))
+
+
 class TorchBuffers(Buffers):
     """PyTorch tensors as memory: on the host from a pool."""
 
@@ -105,20 +122,12 @@ class TorchBuffers(Buffers):
         return POOL.empty(shape, DTYPES[dtype])
 
     def concat_bytes(self, arrays: Sequence[Array]) -> Array:
-        filled = [array for array in arrays if array.numel()]  # empty arrays have no address
-        if not filled:
-            return super().concat_bytes(arrays)
-        first, storage = filled[0], filled[0].untyped_storage()
-        begin = end = first.data_ptr()
-        for array in filled:
-            if array.data_ptr() != end or not array.is_contiguous():
-                return self._copied(filled)
-            end += array.nbytes
-        if end > storage.data_ptr() + storage.nbytes():  # adjacent by chance, from different storages
-            return self._copied(filled)
-        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
-            storage, begin - storage.data_ptr(), (end - begin,)
-        )
+        whole = span(arrays)
+        return self._copied(arrays) if whole is None else whole
+
+    def joined(self, arrays: Sequence[Array], donated: bool = False) -> Array:
+        whole = span(arrays) if donated else None
+        return super().joined(arrays) if whole is None else whole.view(torch.float32)
 
     def parts(self, whole: Array, arrays: Sequence[Array]) -> Sequence[Array]:
         return torch._utils._unflatten_dense_tensors(whole, arrays)

@@ -158,7 +158,7 @@ class Exchange:
         sample: Array | None = None,
     ) -> Flight:
         last = self._flights[-1].scheduler if self._flights else None
-        return Flight(self._setup, name, flat, levels, layout, self._presence(flat), sample, last)
+        return Flight(self._setup, name, flat, levels, layout, self._presence(flat), sample, last, self._donated)
 
     def _sample(self, units: Iterable[Unit]) -> Array | None:
         # Returns a sample of these units' gradients, before an exchange overwrites them; None if noise is not measured.

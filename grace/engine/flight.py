@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from grace.core import Array, Combine, Program
@@ -22,6 +22,7 @@ class Flight:
     ``flat``: each unit's vector, whose memory may be reused for the mean. ``levels``: each unit's policy level.
     ``layout``: the groups among the units. ``presence``: header and gradient flags, to sum over the workers; may be
     empty. ``sample``: elements of some units, float32[n], to average exactly. ``last``: the previous message.
+    ``donated``: the tensors whose gradients may be overwritten.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class Flight:
         presence: Sequence[float] = (),
         sample: Array | None = None,
         last: RoundScheduler | None = None,
+        donated: Set[str] = frozenset(),
     ):
         self._setup, self.flat, self.levels, self.layout = setup, flat, levels, layout
+        self._donated = donated
         self.step = setup.step.read()
         self.begun = 1
         """Number of rounds begun before the end of the backward pass."""
@@ -80,7 +83,8 @@ class Flight:
 
     def _joined(self, joined: Joined) -> Program[Array]:
         setup, way = self._setup, joined.way
-        whole = setup.xp.buffers.joined([self.flat[unit] for unit in joined.units])
+        donated = self._donated >= set(joined.names)
+        whole = setup.xp.buffers.joined([self.flat[unit] for unit in joined.units], donated)
         if way is None:
             return _first(_reduced((whole,), "mean", True))
         ctx = setup.context(joined.units[0], self.step)._with(name=joined.name, shape=tuple(whole.shape))

@@ -39,14 +39,15 @@ class TensorTable:
         return self._units[name]
 
     def messages(self, names: tuple[str, ...], together: str) -> list[tuple[str, tuple[Unit, ...]]]:
-        """The units of these tensors by message: one for each bucket, or a single one named ``together``."""
+        """The units of these tensors by message: one for each bucket, or a single one named ``together``.
+
+        A single message keeps the order of the names, which must be equal on all workers.
+        """
         found = self._messages.get((names, together))
         if found is None:
-            wanted = {self.unit(name) for name in names}
+            wanted = dict.fromkeys(self.unit(name) for name in names)
             found = [(each.name, tuple(unit for unit in each.units if unit in wanted)) for each in self.buckets]
-            if together:
-                found = [(together, tuple(unit for _, units in found for unit in units))]
-            found = [(label, units) for label, units in found if units]
+            found = [(together, tuple(wanted))] if together else [(label, units) for label, units in found if units]
             if len(self._messages) >= KEPT:
                 self._messages.clear()
             self._messages[names, together] = found

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from grace.backends.torch_buffers import span
 from grace.engine.session import Grace
 from grace.torch.checks import check_grace, check_momentum
 from grace.torch.gradients import dense
@@ -72,11 +73,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         waiting, book.waiting, book.launched = book.waiting, [], 0
         grace.land()
         for arrived in waiting:
-            means = zip(arrived.views, grace.means(arrived.known.names), strict=True)
-            if moved := [(view, mean) for view, mean in means if mean is not None and mean is not view]:
-                torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
-            sparse = arrived.buffer.is_sparse
-            arrived.future.set_result(arrived.views[0].to_sparse(1) if sparse else arrived.buffer)
+            arrived.future.set_result(arrived.result(grace.means(arrived.known.names)))
         book.arrived.clear()
         names = [name for arrived in waiting for name in arrived.known.names]
         if running() == NONE:  # this worker is inside DDP's `join`, out of data: it cannot see the others' steps
@@ -125,6 +122,18 @@ class _Arrived(NamedTuple):
             return dict(zip(self.known.names, self.views, strict=True))
         each = zip(self.known.names, self.known.parameters, self.views, strict=True)
         return {name: view if id(p) in present else None for name, p, view in each}
+
+    def result(self, means: list[torch.Tensor | None]) -> torch.Tensor:
+        """Return the means as one vector: their own memory if they lie side by side, else ``buffer``."""
+        found = [mean for mean in means if mean is not None]
+        if len(found) == len(means) and found[0].dtype == self.buffer.dtype and not self.buffer.is_sparse:
+            whole = span(found)
+            if whole is not None:
+                return whole.view(self.buffer.dtype)
+        moved = [pair for pair in zip(self.views, means, strict=True) if pair[1] is not None and pair[1] is not pair[0]]
+        if moved:
+            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
+        return self.views[0].to_sparse(1) if self.buffer.is_sparse else self.buffer
 
 
 class _Book:
@@ -199,7 +208,8 @@ class _Book:
 
     def _before_accumulation(self, _: torch.Tensor) -> None:
         # Before a pass adds to gradients, check whether the last means were removed or zeroed.
-        if not self.waiting:
+        grace = self.watch.grace
+        if not self.waiting and grace is not None and grace.provisional:
             self.watch.settle(self.present)
 
     @property

@@ -18,6 +18,7 @@ import grace
 
 found = {}
 DENSE = {"compressor": "none"}
+FP16 = {"compressor": "fp16", "min_numel": 0}
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, "min_numel": 0}
 POWERSGD = {"compressor": "powersgd", "compress_rank": 2, "min_numel": 0}
 DOORS = ["optimizer", "ddp"] if transport == "torch" else ["optimizer"]
@@ -387,7 +388,7 @@ if transport == "torch":
         "views": {"gradient_as_bucket_view": True},
         "all": {"static_graph": True, "find_unused_parameters": True, "gradient_as_bucket_view": True},
     }
-    for kind, params in (("none", DENSE), ("topk", TOPK), ("powersgd", POWERSGD)):
+    for kind, params in (("none", DENSE), ("fp16", FP16), ("topk", TOPK), ("powersgd", POWERSGD)):
         net = deep()
         model, optimizer, _ = enter("optimizer", net, params)
         train(model, optimizer, net, [rank], steps=5)

@@ -9,6 +9,7 @@ from typing import Any
 from grace.compressors.measured.bf16 import BF16
 from grace.compressors.measured.blockint import BlockInt
 from grace.compressors.measured.efsignsgd import EFSignSGD
+from grace.compressors.measured.fp16 import FP16
 from grace.compressors.measured.natural import GRACE_TOP, Natural
 from grace.compressors.measured.onebit import OneBit
 from grace.compressors.measured.qsgd import QSGD
@@ -26,6 +27,7 @@ from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.engine.codecs.table import Calls, with_kernel
 from grace.kernels import Codes
+from grace.ops.validate import fitting
 
 How = Callable[[Any], tuple[Any, ...] | None]
 """A kernel's arguments that depend on the compressor alone; None: no kernel for these settings."""
@@ -117,6 +119,14 @@ def _shared_mean(call: Any, compressor: SharedInt, payloads: Sequence[Payload], 
     return call(total, scale, out, compressor.block_size, compressor.top(ctx) * ctx.world_size)
 
 
+def _half_mean(compressor: FP16, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+    # A single pass, where `decompress` would make an array to be copied.
+    if out is not None and len(payloads) == 1:
+        ctx.xp.buffers.write(out, fitting(ctx.xp, payloads[0][0], "float16", ctx.size, "elements"))
+        return out
+    return None
+
+
 CALLS: dict[type, Calls] = {
     EFSignSGD: blockwise("efsignsgd", lambda c: (c.block_size,)),
     OneBit: blockwise("onebit", lambda c: (c.block_size,)),
@@ -131,6 +141,7 @@ CALLS: dict[type, Calls] = {
     Inceptionn: whole("inceptionn", lambda c, ctx: c.powers),
     Sketch: whole("sketch", lambda c, ctx: c.sizes(ctx) if ctx.size < 2**31 else None),
     BF16: blockwise("codes", lambda c: (0, _BFLOAT16), draws=_unbiased),
+    FP16: Calls(mean=_half_mean),
     FP8: blockwise("codes", lambda c: (c.block_size, _FP8[c.format]), draws=_unbiased),
     Natural: blockwise("codes", lambda c: (c.block_size, NATURAL[c.window]), draws=lambda c: c.stochastic),
     NaturalDithering: blockwise(

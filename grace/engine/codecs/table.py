@@ -18,7 +18,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "quantisers": (
         *("measured.efsignsgd", "measured.onebit", "measured.blockint", "measured.qsgd"),
         *("measured.terngrad", "measured.signsgd", "studies.signum", "studies.threelc"),
-        *("studies.inceptionn", "studies.sketch", "measured.bf16", "studies.fp8"),
+        *("studies.inceptionn", "studies.sketch", "measured.bf16", "measured.fp16", "studies.fp8"),
         *("measured.natural", "studies.natural_dithering", "studies.dettmers8", "studies.shared_int"),
     ),
     "transforms": ("measured.eden", "studies.thc", "studies.demo"),

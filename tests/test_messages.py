@@ -59,6 +59,40 @@ def test_sums_travel_with_the_other_messages_of_a_round_if_they_are_small(xp, ot
         reduced.clear()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_sums_travel_with_those_in_half_precision_if_they_add_few_bytes(xp, size, monkeypatch):
+    reduced = []
+    reduce = LocalTransport.reduce
+    monkeypatch.setattr(LocalTransport, "reduce", lambda self, *args: reduced.append(args) or reduce(self, *args))
+    bits = np.random.default_rng(size).integers(0, 2**32, (size, 100), dtype=np.uint32).view(np.float32)
+    bits = np.where(np.isfinite(bits), bits, np.float32(-0.0))
+    for sums, few, dtype in ((100, True, "float16"), (2000, False, "float16"), (100, True, "bfloat16")):
+        if dtype == "bfloat16" and xp.name == "numpy":
+            continue  # NumPy has no bfloat16
+        world, waits = World(size), []
+        terms = np.concatenate([bits, np.stack([normal(sums - 100, seed=rank) for rank in range(size)])], 1)
+        total = terms[0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for row in terms[1:]:
+                total = total + row  # in the order of the workers
+        for rank in range(size):
+            transport = LocalTransport(world, rank).bind(xp)
+            half = xp.cast(xp.asarray([rank + 1.0] * 200_000, "float32"), dtype)
+            mine = xp.asarray(terms[rank], "float32")
+            items = [Reduce((mine[:50],), "sum"), Reduce((half,), "mean"), Reduce((mine[50:], mine[:2]), "sum")]
+            waits.append(transport.start(items, "round"))
+        for wait in waits:
+            (first,), (mean,), (rest, again) = wait()
+            np.testing.assert_allclose(xp.to_numpy(xp.cast(mean, "float32")), (size + 1) / 2, rtol=1e-2)
+            found = np.concatenate([xp.to_numpy(first), xp.to_numpy(rest)])
+            np.testing.assert_array_equal(found, total)
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(total))
+            np.testing.assert_array_equal(xp.to_numpy(again), total[:2])
+        saved = few and size > 1 and xp.can_read_values and xp.mutable
+        assert len(reduced) == size * (1 if saved else 2)
+        reduced.clear()
+
+
 @pytest.mark.parametrize("change", [-1, -4, 1, 28, -28])
 def test_messages_of_another_length_are_refused(xp, change):
     packer, data, layout = packed(xp, ragged=False)

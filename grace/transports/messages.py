@@ -6,7 +6,6 @@ buffer per dtype and operation. A transport only needs to move such buffers.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -14,16 +13,15 @@ from operator import itemgetter
 from typing import Any
 
 from grace.core import Array, Transport
-from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce, arrays_of
+from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
 from grace.core.dtypes import ITEMSIZE
 from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offsets
 from grace.core.grid import Grid
+from grace.transports.carried import added_up, carrier, small_sums
 from grace.transports.packer import Packer
 
 Wait = Callable[[], Any]
 """A function that waits for a transfer to end and returns its result."""
-CARRIED = 2**18
-"""Maximum number of bytes of the sums that travel with a gather or an all-to-all."""
 
 
 class Divided(Transport):
@@ -160,60 +158,29 @@ class MessageTransport(Divided):
 
     def begin(self, collectives: Sequence[Collective], name: str) -> Wait:
         """`start`, for collectives among this transport's own workers."""
-        collectives, carried = self._carried(collectives)
+        carried = small_sums(collectives, self.xp, self.size)
+        others = [index for index in range(len(collectives)) if index not in carried]
+        sent = [collectives[index] for index in others]
+        if carried:
+            sent.append(carrier(sent, carried, self.xp, self.rank, self.size))
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for index, collective in enumerate(collectives):
+        for index, collective in enumerate(sent):
             groups.setdefault(_kind(collective), []).append(index)
         waits: list[tuple[list[int], Wait]] = []
         for (kind, *details), members in groups.items():
             tag = ".".join(["grace", name, kind, *map(str, details)])
-            begin = getattr(self, f"_start_{kind}")
-            waits.append((members, begin([collectives[i] for i in members], tag)))
-        wait = _collect(len(collectives), waits)
+            start = getattr(self, f"_start_{kind}")
+            waits.append((members, start([sent[i] for i in members], tag)))
+        wait = _collect(len(sent), waits)
         if not carried:
             return wait
-        return lambda: [
-            self._reduced(found, carried[index]) if index in carried else found for index, found in enumerate(wait())
-        ]
 
-    def _carried(self, collectives: Sequence[Collective]) -> tuple[Sequence[Collective], dict[int, Reduce]]:
-        # Let small sums travel with the gathers or all-to-alls of the same round: every worker receives the terms and
-        # adds them up in rank order, which saves a message and its wait. Between two workers the volume is the same;
-        # between more it grows by a small part of the other bytes.
-        xp = self.xp
-        gathers = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
-        exchanges = [each for each in collectives if isinstance(each, AllToAll) and not each.ragged and not each.mutual]
-        carriers = gathers or exchanges
-        carried: dict[int, Reduce] = {}
-        for index, each in enumerate(collectives):
-            if not isinstance(each, Reduce) or each.op not in ("sum", "mean"):
-                continue
-            if all(xp.dtype(array) == "float32" for array in each.arrays):
-                carried[index] = each
-        if not xp.mutable or not carriers or not carried:
-            return collectives, {}
-        room = sum(xp.nbytes(array) for each in carriers for array in arrays_of(each)) / 4
-        size = sum(xp.nbytes(array) for each in carried.values() for array in each.arrays)
-        if size > CARRIED or size * (self.size - 2) > room:
-            return collectives, {}
-        found = list(collectives)
-        for index, each in carried.items():
-            terms = self._flat(each.arrays)
-            found[index] = Gather(terms) if gathers else AllToAll((terms,) * self.size)
-        return found, carried
+        def finish() -> list[Any]:
+            *found, terms = wait()
+            results = dict(zip(others, found, strict=True)) | added_up(terms, carried, self.xp, self.size)
+            return [results[index] for index in range(len(results))]
 
-    def _flat(self, arrays: Sequence[Array]) -> tuple[Array]:
-        return (self.xp.concat([self.xp.reshape(array, (-1,)) for array in arrays]),)
-
-    def _reduced(self, payloads: Sequence[Sequence[Array]], asked: Reduce) -> tuple[Array, ...]:
-        xp, shapes = self.xp, [self.xp.shape(array) for array in asked.arrays]
-        (total,), *others = payloads
-        total = xp.buffers.copy(total)
-        for (other,) in others:
-            total = xp.inplace.add(total, other)
-        total = xp.inplace.divide(total, self.size) if asked.op == "mean" else total
-        parts = xp.split(total, [math.prod(shape) for shape in shapes])
-        return tuple(xp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True))
+        return finish
 
     def exchange(self, text: str) -> list[str]:
         data = self.xp.asarray(list(text.encode()), "uint8")
@@ -238,10 +205,10 @@ class MessageTransport(Divided):
             parts = [xp.reshape(arrays[index], (-1,)) for index in members]
             averaged = [means[index] for index in members]
             sizes = [self._length(part) for part in parts]
+            spent = len(parts) > 1 or all(item.donated for item in items)
             if ITEMSIZE[dtype] == 2:  # a sum in half precision may overflow: divide first
                 parts = [part / self.size if mean else part for part, mean in zip(parts, averaged, strict=True)]
-                averaged = [False] * len(parts)
-            spent = len(parts) > 1 or all(item.donated for item in items)
+                spent, averaged = spent or averaged[0], [False] * len(parts)
             buffer = xp.concat(parts) if spent else xp.buffers.copy(parts[0])
             waits[dtype] = self._reduce_buffer(buffer, op, sizes, averaged, f"{tag}.{dtype}")
 

@@ -312,13 +312,13 @@ class TorchDistributedTransport(MessageTransport):
 
     def _send(self, buffer: Array, rank: int, tag: int, name: str) -> Any:
         try:
-            return dist.isend(buffer, self._global(rank % self.size), self._group, tag)
+            return self._own_group.send([buffer], rank % self.size, tag)
         except RuntimeError as error:
             raise self._lost(name, error) from error
 
     def _receive(self, place: Array, rank: int, tag: int, name: str) -> Any:
         try:
-            return dist.irecv(place, self._global(rank % self.size), self._group, tag)
+            return self._own_group.recv([place], rank % self.size, tag)
         except RuntimeError as error:
             raise self._lost(name, error) from error
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import grace
+from grace.torch.signals import Tracks
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.2, "min_numel": 0}
 
@@ -347,3 +348,17 @@ def test_muon_inside_local_training():
     assert local.grace.steps == 3
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_changes_one_weight_of_many_is_seen():
+    parameters = [torch.nn.Parameter(torch.ones(10)) for _ in range(5)] + [torch.nn.Parameter(torch.ones(100_000))]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    parameters[-1].grad[77_777] = 0.1
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    tracks = Tracks()
+    for _ in range(2):
+        tracks.take(optimizer, parameters)
+        assert not tracks.moved()
+        optimizer.step()
+        assert tracks.moved()

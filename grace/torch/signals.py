@@ -44,6 +44,8 @@ class Sample:
 
     def __init__(self, elements: int, smallest: bool = True):
         self.elements, self._smallest = elements, smallest
+        self.share = 0
+        """Largest number of elements of a tensor that is copied whole."""
         self._addresses: list[int] = []
         self._groups: list[_Copies] = []
         self._tensors: list[torch.Tensor] = []
@@ -60,10 +62,10 @@ class Sample:
             torch._foreach_copy_(group.before_parts, group.parts)
 
     def _build(self, tensors: Sequence[torch.Tensor]) -> None:
-        share = max(64, self.elements // max(1, len(tensors)))
+        self.share = max(64, self.elements // max(1, len(tensors)))
         kinds: dict[Any, list[torch.Tensor]] = {}
         for each in tensors:
-            kinds.setdefault((each.dtype, each.device), []).extend(_parts(each, share, self._smallest))
+            kinds.setdefault((each.dtype, each.device), []).extend(_parts(each, self.share, self._smallest))
         self._groups = []
         for (dtype, device), views in kinds.items():
             if not views:  # empty tensors
@@ -270,8 +272,9 @@ class Tracks:
         """Sample the weights that have gradients, and their state."""
         self._parameters = [p for p in parameters if p.grad is not None]
         self._versions = sum([p._version for p in self._parameters])
-        self.weights.take([value for p in _spread(self._parameters, TENSORS) if plain(value := local(p))])
-        self._aim()
+        sampled = _spread(self._parameters, TENSORS)
+        self.weights.take([value for p in sampled if plain(value := local(p))])
+        self._aim(set(map(id, sampled)))
         self._whole = [value.detach().clone() for value in self._values()] if self._wholly else None
         self._chosen = _spread(self._parameters, STATES)
         tensors, self._numbers = self._state(optimizer)
@@ -279,16 +282,22 @@ class Tracks:
         self._states.take([local(each) for each in tensors])
 
     @torch.no_grad()
-    def _aim(self) -> None:
+    def _aim(self, sampled: set[int]) -> None:
         # Sample weights where gradients are largest: other samples might miss the nonzero elements of a sparse mean.
+        # ``sampled``: IDs of parameters in the other sample, which already has all elements of the small ones.
         self._aimed = []
+        seen = 0
         for p in sorted(self._parameters, key=torch.Tensor.numel):
             value, gradient = local(p), local(p.grad)
-            if len(self._aimed) == AIMS:
+            if seen + len(self._aimed) == AIMS:
                 return
             if not plain(value) or not plain(gradient):
                 continue
-            flat, n = gradient.reshape(-1), gradient.numel()
+            n = gradient.numel()
+            if n <= self.weights.share and id(p) in sampled and value.is_contiguous():
+                seen += n > 0 and (not waits(gradient.device) or bool(gradient.any()))
+                continue
+            flat = gradient.reshape(-1)
             for start in range(0, n, CHUNK):
                 sizes, at = flat[start : start + CHUNK].abs().topk(min(SMALLEST, n - start))
                 if not waits(flat.device) or bool(sizes[0] > 0):

@@ -23,6 +23,7 @@ from grace.engine.setup import SAMPLE
 from grace.policies import Cost, Decision, Noise
 from grace.policies.auto import (
     CANDIDATES,
+    CHECKS,
     DELAY_FACTOR,
     DENSE,
     EFFORTS,
@@ -303,8 +304,16 @@ def test_the_closest_rival_is_timed_again(again, chosen):
     assert policy.remembers(decision.memo)
     decision = policy.on_trial_end(decision, 2, again, told(policy, 2, 0.0), costs({}))
     assert (decision.levels, decision.memo["chosen"]) == ({"w": chosen}, chosen)
-    assert policy.trial(decision, 2) == 20
-    assert policy.on_trial_end(decision, 2, again, told(policy, chosen, 0.03), costs({})).levels == {"w": chosen}
+    rival = 7 - chosen
+    for interval in (20, 40, 80):
+        assert policy.trial(decision, 2) == interval
+        decision = policy.on_trial_end(decision, 2, 1.0, told(policy, chosen, 0.0), costs({}))
+        assert (decision.levels, policy.trial(decision, 2)) == ({"w": rival}, 10)
+        decision = policy.on_trial_end(decision, 2, 1.1, told(policy, rival, 0.0), costs({}))
+        assert decision.levels == {"w": chosen}
+        assert policy.remembers(decision.memo)
+    assert policy.trial(decision, 2) == 100
+    assert policy.on_trial_end(decision, 2, 1.0, told(policy, chosen, 0.0), costs({})).levels == {"w": chosen}
 
 
 @pytest.mark.parametrize("seconds", [{2: 1.25, 5: 1.0}, {2: 1.15, 6: 1.0}], ids=["far", "residuals would be sent"])
@@ -420,7 +429,7 @@ def test_another_method_must_be_clearly_cheaper_to_replace_the_chosen_one():
     policy = Auto(candidates=("fp16", "eden"))
     _, decision = outcome(policy, {DENSE: 1.0, 2: 0.4, 3: 0.385}, {2: 0.0, 3: 0.01})
     assert decision.levels == {"w": 3}
-    decision = replace(decision, memo={**decision.memo, "watched": 1})  # no rival is timed again
+    decision = replace(decision, memo={**decision.memo, "watched": CHECKS})  # no rival is timed again
     decision = policy.on_trial_end(decision, 2, 0.385, told(policy, 3, 0.09))  # 0.385 (1 + 0.09 / 2) = 0.402 s
     assert decision.levels == {"w": 3}
     policy = replace(policy, margin=0.0)
@@ -678,7 +687,8 @@ def test_noise_is_measured_only_where_it_is_used(candidate, chosen, backend, clo
     # Intervals of 10, 20 and 30 steps; the last ten steps of each are measured.
     ends = [trials + 10, trials + 30, trials + 60]
     wanted = {4: {step for end in ends for step in range(end - 10, end)}, 0.6: {*range(trials, ends[-1])}}
-    wanted[None] = {*range(trials + 10, trials + 20)}  # of dense gradients none; their rival is timed again
+    # Of dense gradients none; their rival is timed again for ten steps after each interval.
+    wanted[None] = {*range(trials + 10, trials + 20), *range(trials + 40, trials + 50)}
     found = {step for step in measured if trials <= step < ends[-1]}
     assert found == wanted[None if chosen == DENSE else [*candidate.values()][-1]]
 

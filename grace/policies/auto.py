@@ -63,6 +63,8 @@ many steps as dense gradients.
 EARLY = 10
 """Number of steps after which a chosen method's noise and seconds are measured for the first time. The interval doubles
 after each measurement, up to ``watch_steps``."""
+CHECKS = 4
+"""Number of measurements of the chosen method after which the best other one is timed again, for EARLY steps."""
 CLOSE = 1.2
 """The largest cost, relative to the chosen method's, of a rival that is timed again: a trial of two steps may be off by
 a fifth."""
@@ -111,8 +113,8 @@ class Auto(Policy):
     tried only while its prediction promises more than the best tried method. Noise and rates that are not known yet are
     taken in its favour, so no better method is left out.
 
-    After the first check of the chosen method, the best other method is timed again for as many steps, if its cost is
-    close (`CLOSE`).
+    After each of the first checks of the chosen method (`CHECKS`), the best other method is timed again for ten steps
+    (`EARLY`), if its cost is close (`CLOSE`): early steps may be slower than later ones.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
     sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
@@ -210,19 +212,19 @@ class Auto(Policy):
         error = memo["errors"].get(str(level), 0.0)
         if level != DENSE and noise and any(each.wanted for each in noise.values()):  # some gradient was finite
             error = relative_error(noise)
-        current, first = memo["chosen"], "watched" not in memo
+        current, watched = memo["chosen"], memo.get("watched", 0)
         errors = self._risen(memo["errors"], level, error) if level == current else memo["errors"]
         memo = {**memo, "errors": {**errors, str(level): error}}
         memo["seconds"] = {**memo["seconds"], str(level): seconds}
         if level == current:  # no trial, and no rival
-            memo["watched"] = memo.get("watched", 0) + (EARLY << memo.get("watched", 0) < self.watch_steps)
+            memo["watched"] = watched + (watched < CHECKS or EARLY << watched < self.watch_steps)
         # Try more methods while none is chosen, or after the noise of the chosen one has passed the limit.
         if current is None or not self._allowed(memo, current):
             following = self._next(memo, costs)
             if following is not None:
                 return self._go(decision, following, {**memo, "chosen": None})
         best = self._best(memo, self._careful if current is None else current)
-        rival = self._rival(memo, best) if first and best == current else None
+        rival = self._rival(memo, best) if level == best == current and watched < CHECKS else None
         return self._go(decision, best if rival is None else rival, {**memo, "chosen": best})
 
     def _risen(self, errors: Mapping[str, float], level: int, error: float) -> dict[str, float]:

@@ -97,7 +97,7 @@ def trainings() -> Iterator[tuple[str, str]]:
     fine = choose.loss(blocks["eden:bits=2,block_size=64"], blocks["dense"])
     yield say(
         "benchmarks-tasks",
-        f"fp16 ended at most {_percent(worst['fp16'])} below float32, which is the noise of two or three seeds",
+        f"fp16 ended at most {_percent(worst['fp16'])} below float32, which is the noise of three seeds",
         f"(with one {_percent(alone)});",
         f"int4 at most {_percent(worst['blockint:bits=4'])}, `eden` of 3 bits in blocks of 64",
         f"{_percent(worst['eden:bits=3,block_size=64'])}.",

@@ -190,6 +190,18 @@ def test_adjacent_gradients_are_not_copied_if_they_are_spent(params, order, spen
         assert xp.buffers.same_memory(mean, given[name]) == (spent and order == "adjacent"), name
 
 
+def test_adjacent_gradients_in_half_precision_are_averaged_in_float32():
+    xp, first = backend("torch"), spread(3000).astype(np.float16)
+    whole = xp.cast(xp.asarray(first.astype(np.float32), "float32"), "float16")
+    given = {"v": whole[:1000], "w": whole[1000:]}
+    grc = grace_from_params({"compressor": "none"}, LocalTransport())
+    grc.build({name: xp.zeros(x.shape) for name, x in given.items()})
+    grc.launch(given, together="all", spent=True)
+    grc.land()
+    means = grc.means(given)
+    assert np.array_equal(np.concatenate([xp.to_numpy(mean) for mean in means]), first.astype(np.float32))
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeypatch):
     xp = backend(name)

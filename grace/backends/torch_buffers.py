@@ -126,7 +126,7 @@ class TorchBuffers(Buffers):
         return self._copied(arrays) if whole is None else whole
 
     def joined(self, arrays: Sequence[Array], donated: bool = False) -> Array:
-        whole = span(arrays) if donated else None
+        whole = span(arrays) if donated and all(array.dtype == torch.float32 for array in arrays) else None
         return super().joined(arrays) if whole is None else whole.view(torch.float32)
 
     def parts(self, whole: Array, arrays: Sequence[Array]) -> Sequence[Array]:

@@ -301,15 +301,68 @@ def test_auto_is_trained_at_each_bandwidth():
     methods = {"torch": ("dense", "auto:effort=fast")}
     found = plan.jobs(["image"], methods, ["torch"], [2], ("100mbit", "1gbit"))
     assert [(job.method, job.bandwidths, job.trained_at) for job in found] == [
-        ("dense", ("100mbit", "1gbit"), None),
+        ("dense", (), None),
         ("auto:effort=fast", ("100mbit",), "100mbit"),
         ("auto:effort=fast", ("1gbit",), "1gbit"),
     ]
     assert len({tuple(job.head.values()) for job in found}) == 3
     assert str(found[1]) == "image torch x2 auto:effort=fast at 100mbit"
-    # Only a training chooses, so a missing time requires a new training.
-    (row, _) = run.rows_of(found[1], [told(found[1], 0), told(found[1], 1)])
-    assert run.remaining(found[1:2], [row]) == found[1:2]
+
+
+def test_steps_of_other_methods_are_timed_in_turn_with_autos(tmp_path):
+    methods = {"torch": ("limit", "dense", "fp16", "localsgd:sync_every=2", "auto")}
+    found = plan.jobs(["image"], methods, ["torch"], [2], ("100mbit", "1gbit"))
+    assert [(job.method, job.bandwidths, job.rivals) for job in found] == [
+        ("dense", (), ()),  # only trained; the limit is not even that
+        ("fp16", (), ()),
+        ("localsgd:sync_every=2", ("100mbit", "1gbit"), ()),  # its steps are not alike
+        ("auto", ("100mbit",), ("limit", "dense", "fp16")),
+        ("auto", ("1gbit",), ("limit", "dense", "fp16")),
+    ]
+    auto = found[3]
+    auto.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == auto
+    rows = run.rows_of(auto, [told(auto, 0), told(auto, 1)])
+    assert [(row["kind"], row["method"], row["trained_at"]) for row in rows] == [
+        ("trained", "auto", "100mbit"),
+        ("timed", "auto", "100mbit"),
+        *(("timed", rival, None) for rival in auto.rivals),
+    ]
+    assert [row["seconds"] for row in rows[1:]] == [0.2, *[pytest.approx(0.3)] * 3]  # a median, and means
+    texts = {text.partition(":")[0] for text in figures.notes(rows, figures.lines(rows))}
+    assert "In turn" in texts
+    assert "In turn" not in {text.partition(":")[0] for text in figures.notes(rows[:2], figures.lines(rows[:2]))}
+    assert run.remaining(found[3:4], rows) == []
+    for number in range(len(rows)):  # only a training chooses, so a missing time requires a new training
+        assert run.remaining(found[3:4], rows[:number] + rows[number + 1 :]) == found[3:4]
+
+
+def test_a_worker_steps_rivals_after_each_evaluation(tmp_path, monkeypatch):
+    made, order = [], []
+
+    class Ordered(Recorder):
+        def step(self, inputs, targets, lr):
+            order.append(made.index(self))
+            super().step(inputs, targets, lr)
+
+    def trainer(*_):
+        made.append(Ordered())
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "grace_bench.tasks.train_torch", SimpleNamespace(Trainer=trainer))
+    rate = plan.LOOPBACK
+    job = Job("ncf", "torch", 1, "auto", (rate,), steps=8, trained_at=rate, seconds=0.0, rivals=("limit", "fp16"))
+    Worker(job, tmp_path).run()
+    turn = [1] * (1 + worker.TURN) + [2] * (1 + worker.TURN)
+    warm_up, last = [1] * worker.WARM_UP + [2] * worker.WARM_UP, [0] * (worker.WARM_AT_RATE + worker.LEAST)
+    assert order == [*warm_up, *([0, 0, *turn] * 4), *last]
+    timed = {e["method"]: e for e in run.events(tmp_path / "0.jsonl") if e["event"] == "timed"}
+    assert {name: len(e["seconds"]) for name, e in timed.items()} == {
+        "auto": worker.LEAST,
+        **dict.fromkeys(job.rivals, 4 * worker.TURN),
+    }
+    assert min(made[0].calls[:2]) > 0
+    assert {call for rival in made[1:] for call in rival.calls} == {0.0}, "only time is measured"
 
 
 def test_local_training_is_a_method_with_settings_of_its_own():
@@ -434,10 +487,11 @@ def told(job, rank, seconds=0.1, bandwidths=None):
     found = [{"event": "ready", "parameters": 1000, "tensors": 3, "source": "made", "batch": 16, "size": 2}]
     if job.train and rank == 0:
         found.append({"event": "trained", "curve": [[20, 0.5], [40, 0.86], [60, 0.9]]})
-    for bandwidth in job.bandwidths if bandwidths is None else bandwidths:
-        times = [seconds, 2 * seconds, 3 * seconds]
-        timed = {"seconds": times, "sent": 100.0 + rank, "wire": [110.0, 120.0 + rank]}
-        found.append({"event": "timed", "bandwidth": bandwidth, **timed})
+    for method, bandwidth in job.times:
+        if bandwidths is None or bandwidth in bandwidths:
+            times = [seconds, 2 * seconds, 6 * seconds]
+            timed = {"seconds": times, "sent": 100.0 + rank, "wire": [110.0, 120.0 + rank]}
+            found.append({"event": "timed", "method": method, "bandwidth": bandwidth, **timed})
     return [*found, {"event": "done"}]
 
 
@@ -446,7 +500,7 @@ def test_the_slowest_worker_and_the_busiest_link_count():
     assert trained["curve"][-1] == [60, 0.9]
     assert (slow["bandwidth"], fast["bandwidth"]) == JOB.bandwidths
     assert (slow["seconds"], slow["sent"], slow["wire"]) == (0.4, 101.0, 121.0)
-    assert slow["quartiles"] == [0.2, pytest.approx(0.6)]
+    assert slow["quartiles"] == [0.2, pytest.approx(1.2)]
 
 
 def test_what_is_done_is_not_done_again(tmp_path):

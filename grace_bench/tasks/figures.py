@@ -27,10 +27,10 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
-    Several seeds are averaged; of several times the median is taken. ``interval``: half the width of the quality's
-    95 % confidence interval. ``to_target``: steps until the mean quality over the seeds first reached the target; None
-    if it never did, or a training diverged. ``relative``: the target derived from the dense run, even if the task has a
-    fixed one. ``times[bandwidth]``: seconds of a step, examples per second, seconds to the targets, and throughput and
+    Quality and seconds are means over the seeds. ``interval``: half the width of the quality's 95 % confidence
+    interval. ``to_target``: steps until the mean quality over the seeds first reached the target; None if it never did,
+    or a training diverged. ``relative``: the target derived from the dense run, even if the task has a fixed one.
+    ``times[bandwidth]``: seconds of a step, examples per second, seconds to the targets, and throughput and
     times relative to dense (more is faster); ``share``: the limit's time to the target over the method's.
     The method `LIMIT` is not trained: it has dense's steps to the targets.
     A method that was trained at several bandwidths has a line for each (``trained_at``), with the measured seconds to
@@ -89,7 +89,7 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
         line["times"] = {}
         for bandwidth in sorted({row["bandwidth"] for row in timed}, key=rate):
             here = [row for row in timed if row["bandwidth"] == bandwidth]
-            seconds = statistics.median(row["seconds"] for row in here)
+            seconds = statistics.fmean(row["seconds"] for row in here)
             examples = head["workers"] * here[0]["batch"] * task.unit_size
             line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds}
             for key, to in (("time", "to_target"), ("time_relative", "to_relative")):
@@ -286,6 +286,11 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         texts.append(
             "Method auto measures the links, so it was trained at each bandwidth; its time to the target is that of "
             "all steps until then, trials included."
+        )
+    if any(row.get("in_turn") for row in measured(rows)):
+        texts.append(
+            "In turn: while auto trains, each other method takes a few timed steps after every evaluation, in the same "
+            "processes, so that a machine whose speed drifts is fair to all. Their mean is the time of a step."
         )
     texts += _predicted(found)
     spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]

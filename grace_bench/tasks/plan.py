@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,13 @@ class Job:
     """Maximum number of timed steps per bandwidth."""
     trained_at: str | None = None
     """The bandwidth during training; None: the links are not limited, since the method learns the same at any."""
+    rivals: tuple[str, ...] = ()
+    """Methods whose steps are timed in turn with the training's, in the same processes."""
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """The trainer's argument: keys of `grace_from_params` or `grace.local.from_params`, or a baseline's name."""
-        return self.method if self.method in (LIMIT, *BASELINES) else _parsed(self.method).params
+        """The trainer's argument."""
+        return params_of(self.method)
 
     @property
     def sync_every(self) -> int | None:
@@ -84,15 +86,25 @@ class Job:
         scale = task_of(self.task).scale(self.full)
         if not self.steps:
             return scale
-        return dataclasses.replace(scale, steps=self.steps, every=min(scale.every, max(self.steps // 4, 1)))
+        return replace(scale, steps=self.steps, every=min(scale.every, max(self.steps // 4, 1)))
 
     @property
     def head(self) -> dict[str, Any]:
         """The key of its training: equal keys are the same measurement."""
+        return self.head_of(self.method)
+
+    def head_of(self, method: str) -> dict[str, Any]:
+        """The key of its own method's training, or of a rival's."""
         keys = ("task", "toolkit", "workers", "method", "seed")
-        found = {key: getattr(self, key) for key in keys}
+        found = {**{key: getattr(self, key) for key in keys}, "method": method}
         found |= {"scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}
-        return {**found, "trained_at": self.trained_at}
+        return {**found, "trained_at": self.trained_at if method == self.method else None}
+
+    @property
+    def times(self) -> list[tuple[str, str]]:
+        """The methods whose steps it times, and at which bandwidth."""
+        mine = [(self.method, bandwidth) for bandwidth in self.bandwidths]
+        return mine + [(rival, self.trained_at) for rival in self.rivals if self.trained_at]
 
     def write(self, file: Path) -> None:
         """Write the job as JSON."""
@@ -102,7 +114,7 @@ class Job:
     def read(cls, file: Path) -> Job:
         """Read a job that `write` wrote."""
         found = json.loads(file.read_text())
-        return cls(**{**found, "bandwidths": tuple(found["bandwidths"])})
+        return cls(**{**found, **{key: tuple(found[key]) for key in ("bandwidths", "rivals")}})
 
     def __str__(self) -> str:
         at = f" at {self.trained_at}" if self.trained_at else ""
@@ -118,18 +130,28 @@ def jobs(
     **common: Any,
 ) -> list[Job]:
     """All combinations as jobs; ``methods``: by toolkit. Method "auto" measures the links, so it trains at each
-    bandwidth.
+    bandwidth, and the steps of the other methods are timed in turn with its own.
 
     A task's methods run one after another, baselines first, since a shared machine's speed drifts.
     """
-    return [
-        Job(task, toolkit, count, method, rates, train=method != LIMIT, trained_at=at, **common)
-        for count in workers
-        for toolkit in toolkits
-        for task in tasks
-        for method in sorted(methods[toolkit], key=lambda method: order(method)[0])
-        for rates, at in ([((rate,), rate) for rate in bandwidths] if _is_auto(method) else [(bandwidths, None)])
-    ]
+    found = []
+    for count in workers:
+        for toolkit in toolkits:
+            given = sorted(methods[toolkit], key=lambda method: order(method)[0])
+            rivals = tuple(method for method in given if _in_turn(method)) if any(map(_is_auto, given)) else ()
+            for task in tasks:
+                for method in given:
+                    job = Job(task, toolkit, count, method, bandwidths, train=method != LIMIT, **common)
+                    if _is_auto(method):
+                        job = replace(job, rivals=rivals)
+                        found += [replace(job, bandwidths=(rate,), trained_at=rate) for rate in bandwidths]
+                    else:
+                        found.append(replace(job, bandwidths=()) if method in rivals else job)
+    return [job for job in found if job.train or job.bandwidths]
+
+
+def _in_turn(method: str) -> bool:
+    return not _is_auto(method) and method.partition(":")[0] not in local.PRESETS
 
 
 def order(method: str) -> tuple[int, str]:
@@ -141,6 +163,11 @@ def order(method: str) -> tuple[int, str]:
 def known(method: str) -> str:
     """The method's label in tables. Raises ValueError, naming the remedy, for an unknown one."""
     return method if method in (LIMIT, *BASELINES) else _parsed(method).label
+
+
+def params_of(method: str) -> dict[str, Any] | str:
+    """The trainer's argument: keys of `grace_from_params` or `grace.local.from_params`, or a baseline's name."""
+    return method if method in (LIMIT, *BASELINES) else _parsed(method).params
 
 
 def level(method: str) -> dict[str, Any]:
@@ -155,7 +182,7 @@ def _parsed(method: str) -> Case:
     case = parse(method)
     if not _is_auto(method):
         return case
-    return dataclasses.replace(case, label=method, params={**case.params, "compressor": AUTO})
+    return replace(case, label=method, params={**case.params, "compressor": AUTO})
 
 
 def _is_auto(method: str) -> bool:
@@ -192,9 +219,12 @@ def estimate(found: Iterable[Job]) -> float:
 
 
 def seconds_of(job: Job) -> float:
-    """Expected seconds of one job. A training over limited links is assumed to take three times as long."""
+    """Expected seconds of one job. A training over limited links is assumed to take three times as long, and a rival's
+    steps half as long as the training.
+    """
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
     scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
     trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train
     trained *= 3 if job.trained_at else 1
+    trained += known.get(job.task, 0.0) * len(job.rivals) / 2
     return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

@@ -75,7 +75,9 @@ def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> 
     for job in jobs:
         train = job.train and (TRAINED, *job.head.values(), None) not in done
         bandwidths = tuple(b for b in job.bandwidths if (TIMED, *job.head.values(), b) not in done)
-        train = train or bool(bandwidths and job.trained_at)  # only a training shows what the method chose
+        beside = any((TIMED, *job.head_of(rival).values(), job.trained_at) not in done for rival in job.rivals)
+        if job.trained_at and (train or bandwidths or beside):  # only a training shows what the method chose
+            train, bandwidths = True, job.bandwidths
         if train or bandwidths:
             found.append(dataclasses.replace(job, train=train, bandwidths=bandwidths))
     return found
@@ -178,19 +180,22 @@ def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = 
         trained = first.get("trained", {})
         found = {key: trained[key] for key in ("curve", "clock", *CHOICE) if trained.get(key)}
         rows.append({"kind": TRAINED, **head, **(found or failed)})
-    for bandwidth in job.bandwidths:
-        timed = [e for rank in ranks for e in rank if e["event"] == "timed" and e["bandwidth"] == bandwidth]
-        row = {"kind": TIMED, **head, "bandwidth": bandwidth, "shaped": job.shaped}
-        rows.append({**row, **(_joined(timed) if len(timed) == job.workers else failed)})
+    for key in job.times:
+        timed = [e for rank in ranks for e in rank if e["event"] == "timed" and (e["method"], e["bandwidth"]) == key]
+        method, bandwidth = key
+        row = {"kind": TIMED, **head, **job.head_of(method), "bandwidth": bandwidth, "shaped": job.shaped}
+        # In turn with a training, whose time is the sum of its steps, a mean is fair; else a median is steadier.
+        usual, told = (statistics.fmean, {"in_turn": True}) if method in job.rivals else (statistics.median, {})
+        rows.append({**row, **told, **(_joined(timed, usual) if len(timed) == job.workers else failed)})
     return rows
 
 
-def _joined(timed: Sequence[Row]) -> Row:
-    slowest = max(timed, key=lambda found: statistics.median(found["seconds"]))
+def _joined(timed: Sequence[Row], usual: Callable[[Sequence[float]], float]) -> Row:
+    slowest = max(timed, key=lambda found: usual(found["seconds"]))
     seconds = sorted(slowest["seconds"])
     wires = [max(found["wire"]) for found in timed if found["wire"]]
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": round(usual(seconds), 6),
         "quartiles": [seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]],
         "timed_steps": len(seconds),
         "sent": max(found["sent"] for found in timed),

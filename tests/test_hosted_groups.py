@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from methods import PLAIN, backend, built, lockstep, states, unchanged
 
+from grace.engine.groups import book
 from grace.engine.groups.book import GroupBook, Layout
 from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
@@ -143,7 +144,7 @@ def test_a_tensor_more_adds_few_operations(case, monkeypatch):
 
 
 @pytest.mark.parametrize("method, own", [("int4", True), ("topk", True), ("topk, coded", False), ("powersgd", False)])
-def test_methods_with_operations_of_their_own_form_groups_only_in_a_switch(method, own, monkeypatch):
+def test_methods_with_operations_of_their_own_form_groups_of_many_small_tensors_in_a_switch(method, own, monkeypatch):
     import tensorflow as tf
 
     monkeypatch.undo()
@@ -154,10 +155,15 @@ def test_methods_with_operations_of_their_own_form_groups_only_in_a_switch(metho
 
     @tf.function
     def trace():
-        found.extend(bool(grace.setup.groups.of(levels, switched).groups) for switched in (False, True))
+        for switched, many in ((False, 1), (True, 1), (True, len(SIZES))):
+            monkeypatch.setattr(book, "MANY", many)
+            groups = grace.setup.groups.of(levels, switched).groups
+            found.append([unit.size for each in groups for unit in each.units])
 
     trace()
-    assert found == [not own, True]
+    every = [unit.size for unit in levels]
+    small = [size for size in every if size < book.SMALL]
+    assert found == ([[], small, []] if own else [every] * 3)
 
 
 @pytest.mark.parametrize("nonfinite", ["zero", "raise"])

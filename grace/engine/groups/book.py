@@ -14,6 +14,10 @@ from grace.kernels.host import HostKernels
 
 KEPT = 64
 """Maximum number of cached layouts: one for each set of units sent together, at each combination of their levels."""
+SMALL, MANY = 2**14, 16
+"""Elements below which tensors in a switch form a group, and from how many such tensors on: their own operations are
+faster, but take longer to trace at each level.
+"""
 
 
 class Grouped(NamedTuple):
@@ -86,7 +90,7 @@ class GroupBook:
     def of(self, levels: Mapping[Unit, int], switched: bool = False) -> Layout:
         """Return the layout of these units at their policy levels.
 
-        ``switched``: the graph contains the exchange at every level, so a small graph matters more than a fast step.
+        ``switched``: the graph contains the exchange at every level, so many small tensors form a group.
         """
         xp = self._setup.xp
         host = xp if xp.mutable else xp.host
@@ -124,8 +128,11 @@ class GroupBook:
         groups = []
         for number, ((kind, level), units) in enumerate(alike.items()):
             method, communicator = setup.ways[level].method, setup.ways[level].communicator
-            if hosted and (len(units) == 1 or (not switched and setup.xp.kernels.whole(method.compressor))):
-                continue  # the toolkit's own operations copy less
+            if hosted and setup.xp.kernels.whole(method.compressor):  # the toolkit's own operations copy less
+                small = [unit for unit in units if switched and unit.size < SMALL]
+                units = small if len(small) >= MANY else []
+            if hosted and len(units) < 2:
+                continue
             contexts = [setup.context(unit, 0) for unit in units]
             cells = [setup.store.cells_by_key(unit, levels[unit]) for unit in units]
             parts = (setup.xp, library, method, communicator, contexts, cells)

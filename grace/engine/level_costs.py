@@ -18,8 +18,10 @@ from grace.engine.options import Options
 from grace.engine.setup import Setup
 from grace.transports.local import LocalTransport, World
 
-VECTOR, MATRIX = 2**20, 2**22
-"""The largest sample, in elements: of all tensors for methods of vectors; of each shape for methods of matrices."""
+SMALL, VECTOR, MATRIX = 2**16, 2**20, 2**22
+"""Sizes of samples, in elements. Methods of vectors: a quarter of all tensors, between the first two. Methods of
+matrices: at most the third of each shape.
+"""
 REPEATS = 3
 """Number of timed steps, of which the shortest counts."""
 
@@ -27,11 +29,12 @@ REPEATS = 3
 def level_costs(setup: Setup, make: Callable[..., Any]) -> list[Cost]:
     """The cost of each policy level, from steps of one worker on random numbers; [] if worker 0 predicts nothing.
 
-    ``make``: the class `Grace`. A sample stands for tensors of many elements, so this takes a fraction of a second.
+    ``make``: the class `Grace`. The samples are small, and a toolkit whose kernels NumPy shares leaves them to NumPy:
+    all workers wait for worker 0.
     """
     if setup.rank != 0 or setup.policy is None or not setup.policy.predicts:
         return []
-    return [_cost(setup, level, setup.xp, make) for level in range(len(setup.ways))]
+    return [_cost(setup, level, setup.xp.host or setup.xp, make) for level in range(len(setup.ways))]
 
 
 def _cost(setup: Setup, level: int, xp: Backend, make: Callable[..., Any]) -> Cost:
@@ -54,7 +57,7 @@ def _samples(way: Way, shapes: Counter[tuple[int, ...]]) -> Iterator[tuple[tuple
     if not way.method.compressor.traits.needs_shape:
         total = sum(math.prod(shape) * count for shape, count in shapes.items())
         if total:
-            size = min(total, VECTOR)
+            size = min(total, max(total // 4, SMALL), VECTOR)
             yield (size,), total / size
         return
     for (rows, *rest), count in shapes.items():

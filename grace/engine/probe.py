@@ -42,6 +42,7 @@ class NoiseProbe:
         self._sums: dict[str, Any] = {}  # squared norms by tensor, float32[2]: of the error and the wanted mean
         self.wanted: Any = None
         """A cell that graphs read: 1 if the next step is measured, else 0; equal on all workers."""
+        self._announced: bool | None = None  # what the cell holds; None: unknown
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
         """Add tensors, by their numbers of elements."""
@@ -57,8 +58,9 @@ class NoiseProbe:
 
     def announce(self, wanted: bool) -> None:
         """Tell graphs whether the next step is measured."""
-        if self.wanted is not None:
+        if self.wanted is not None and wanted is not self._announced:
             self.wanted.assign(self._xp.asarray(int(wanted), "int32"))
+            self._announced = wanted
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the probes of these tensors."""

@@ -145,11 +145,10 @@ def trainings() -> Iterator[tuple[str, str]]:
         f"geometric mean of {len(common['dense']['1gbit'])} of {len(trained)} short trainings, those in which all",
         "methods reached float32's quality, less 3 %",
     )
-    ends = [sorted(float(choose._speed(common[m][rate])) for m in choose.FEW[2:]) for rate in ("100mbit", "1gbit")]
+    slow, fast = (sorted(choose._speed(common[m][rate]) for m in choose.FEW[2:]) for rate in ("100mbit", "1gbit"))
     yield say(
         "benchmarks",
-        f"at 100 Mbit/s {ends[0][0]:.1f} to {ends[0][-1]:.1f} times sooner than float32, at 1 Gbit/s {ends[1][0]:.1f}",
-        f"to {ends[1][-1]:.1f} times",
+        f"at 100 Mbit/s {slow[0]} to {slow[-1]} times sooner than float32, at 1 Gbit/s {fast[0]} to {fast[-1]} times",
     )
 
 

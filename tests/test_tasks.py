@@ -487,6 +487,7 @@ def told(job, rank, seconds=0.1, bandwidths=None):
     found = [{"event": "ready", "parameters": 1000, "tensors": 3, "source": "made", "batch": 16, "size": 2}]
     if job.train and rank == 0:
         found.append({"event": "trained", "curve": [[20, 0.5], [40, 0.86], [60, 0.9]]})
+        found[-1] |= {"clock": [2.0, 4.0, 6.0]} if job.trained_at else {}
     for method, bandwidth in job.times:
         if bandwidths is None or bandwidth in bandwidths:
             times = [seconds, 2 * seconds, 6 * seconds]

@@ -13,6 +13,7 @@ from grace.backends.base import Backend
 from grace.core import Array
 from grace.core.policy import Cost
 from grace.core.registry import triple
+from grace.engine.codecs.table import Calls, calls_of
 from grace.engine.levels import Way
 from grace.engine.options import Options
 from grace.engine.setup import Setup
@@ -29,12 +30,14 @@ REPEATS = 3
 def level_costs(setup: Setup, make: Callable[..., Any]) -> list[Cost]:
     """The cost of each policy level, from steps of one worker on random numbers; [] if worker 0 predicts nothing.
 
-    ``make``: the class `Grace`. The samples are small, and a toolkit whose kernels NumPy shares leaves them to NumPy:
-    all workers wait for worker 0.
+    ``make``: the class `Grace`. All other workers wait, so samples are small, and a method with kernels runs on NumPy
+    where a toolkit shares them. Another method may call functions of its toolkit, so it runs there.
     """
     if setup.rank != 0 or setup.policy is None or not setup.policy.predicts:
         return []
-    return [_cost(setup, level, setup.xp.host or setup.xp, make) for level in range(len(setup.ways))]
+    kernels = [calls_of(type(way.method.compressor)) != Calls() for way in setup.ways]
+    backends = [setup.xp.host or setup.xp if each else setup.xp for each in kernels]
+    return [_cost(setup, level, xp, make) for level, xp in enumerate(backends)]
 
 
 def _cost(setup: Setup, level: int, xp: Backend, make: Callable[..., Any]) -> Cost:

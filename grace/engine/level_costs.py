@@ -20,8 +20,8 @@ from grace.engine.setup import Setup
 from grace.transports.local import LocalTransport, World
 
 SMALL, VECTOR, MATRIX = 2**16, 2**20, 2**22
-"""Sizes of samples, in elements. Methods of vectors: a quarter of all tensors, between the first two. Methods of
-matrices: at most the third of each shape.
+"""Sizes of samples, in elements. Of methods of vectors: a quarter of all tensors, at least SMALL and at most VECTOR; of
+methods of matrices: at most MATRIX for each shape.
 """
 REPEATS = 3
 """Number of timed steps, of which the shortest counts."""
@@ -31,7 +31,7 @@ def level_costs(setup: Setup, make: Callable[..., Any]) -> list[Cost]:
     """The cost of each policy level, from steps of one worker on random numbers; [] if worker 0 predicts nothing.
 
     ``make``: the class `Grace`. All other workers wait, so samples are small, and a method with kernels runs on NumPy
-    where a toolkit shares them. Another method may call functions of its toolkit, so it runs there.
+    if the toolkit shares NumPy's kernels. Other methods run on the toolkit, whose own functions they may call.
     """
     if setup.rank != 0 or setup.policy is None or not setup.policy.predicts:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,19 +136,17 @@ def jobs(
     A task's methods run one after another, baselines first, since a shared machine's speed drifts.
     """
     found = []
-    for count in workers:
-        for toolkit in toolkits:
-            given = sorted(methods[toolkit], key=lambda method: order(method)[0])
-            rivals = tuple(method for method in given if _in_turn(method)) if any(map(_is_auto, given)) else ()
-            for task in tasks:
-                for method in given:
-                    job = Job(task, toolkit, count, method, bandwidths, train=method != LIMIT, **common)
-                    if _is_auto(method):
-                        job = replace(job, rivals=rivals)
-                        found += [replace(job, bandwidths=(rate,), trained_at=rate) for rate in bandwidths]
-                    else:
-                        found.append(replace(job, bandwidths=()) if method in rivals else job)
-    return [job for job in found if job.train or job.bandwidths]
+    for count, toolkit, task in itertools.product(workers, toolkits, tasks):
+        given = sorted(methods[toolkit], key=lambda method: order(method)[0])
+        rivals = tuple(method for method in given if _in_turn(method)) if any(map(_is_auto, given)) else ()
+        for method in given:
+            rates = () if method in rivals else bandwidths
+            job = Job(task, toolkit, count, method, rates, train=method != LIMIT, **common)
+            if _is_auto(method):
+                found += [replace(job, bandwidths=(rate,), trained_at=rate, rivals=rivals) for rate in rates]
+            elif job.train or rates:
+                found.append(job)
+    return found
 
 
 def _in_turn(method: str) -> bool:
@@ -219,12 +218,11 @@ def estimate(found: Iterable[Job]) -> float:
 
 
 def seconds_of(job: Job) -> float:
-    """Expected seconds of one job. A training over limited links is assumed to take three times as long, and a rival's
-    steps half as long as the training.
+    """Expected seconds of one job. A training over limited links is assumed to take three times as long, and the steps
+    of a rival half as long as the training without limits.
     """
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
     scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
-    trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train
-    trained *= 3 if job.trained_at else 1
-    trained += known.get(job.task, 0.0) * len(job.rivals) / 2
+    usual = known.get(job.task, max(known.values())) * scale.steps / quick.steps
+    trained = usual * job.train * (3 if job.trained_at else 1) + usual * len(job.rivals) / 2
     return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

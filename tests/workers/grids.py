@@ -25,7 +25,7 @@ else:
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    method = vars(dist.ProcessGroup)["send"]  # an attribute of the class would no longer bind `self`
+    method = vars(dist.ProcessGroup)["send"]  # to be restored: `send` below would not bind `self`
     send = dist.ProcessGroup.send
 
     def counting(group, tensors, dst, tag):

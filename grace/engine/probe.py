@@ -10,9 +10,10 @@ from grace.backends.base import Backend
 from grace.core import Array
 from grace.core.policy import Noise
 
-WHOLE, LEAST, SHARE = 4096, 512, 512
-"""A sample has one element in ``SHARE``, at least ``LEAST``, and all of a tensor of at most ``WHOLE`` elements: a few
-of these may have most of the norm, as those of frequent words in the bias of a softmax."""
+WHOLE, LEAST = 4096, 256
+"""A sample has all of a tensor of at most ``WHOLE`` elements, since a few may have most of the norm, as those of
+frequent words in the bias of a softmax. Of a larger one it has at least ``LEAST``: one element in 128 up to 2048, then
+one in 512."""
 
 
 def positions(name: str, size: int) -> list[int]:
@@ -20,7 +21,7 @@ def positions(name: str, size: int) -> list[int]:
 
     They are the same on all workers and toolkits.
     """
-    count = size if size <= WHOLE else max(LEAST, size // SHARE)
+    count = size if size <= WHOLE else max(LEAST, min(size // 128, 2048), size // 512)
     draw = random.Random(name)  # a separate generator, so that the global one stays as it is
     return [min(int((part + draw.random()) * size / count), size - 1) for part in range(count)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -87,21 +86,6 @@ def measure(
                         "time": time.time(),
                         **row,
                     }
-
-
-def machine() -> Row:
-    """The machine of the measurement."""
-    import torch
-
-    info = Path("/proc/cpuinfo").read_text()
-    name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    return {
-        "cpu": name,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-    }
 
 
 def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tell) -> Iterator[Row]:

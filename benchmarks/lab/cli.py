@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.lab import bench, choice, fidelity, pipeline, table
 from benchmarks.lab.cases import CASES, SETS, select
+from grace.bench.kernels import machine
 from grace.bench.plan import UNSHAPED
 from grace.cli.inputs import as_tc
 from grace_bench.lab import network
@@ -109,7 +110,7 @@ def run(
             _tell("the upstream-* cases are left out: --peer PATH names a checkout")
         out.parent.mkdir(parents=True, exist_ok=True)
         rows: list[bench.Row] = []
-        head = bench.machine()
+        head = machine()
         with out.open("a") as lines:
             for row in bench.measure(
                 _words(hosts),

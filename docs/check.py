@@ -350,6 +350,13 @@ def lab() -> Iterator[tuple[str, str]]:
         f"Two levels of int4 saved {gains[0]} without delay, {gains[1]} with 5 ms, {gains[2]} with 20 ms; of `eden`",
         f"{gains[3]}, {gains[4]} and {gains[5]}.",
     )
+    run = json.loads((STORE / "auto-torch-8.json").read_text())
+    took = {row["method"]: f"{row['seconds_to_relative']:.0f} s" for row in run["results"]}
+    yield say(
+        "benchmarks-lab",
+        f"after {took['dense']} in float32, {took['fp16']} with DDP's fp16, {took['auto']} with `auto`,",
+        f"{took['blockint:bits=4']} with int4 (`auto-torch-8.json`):\n`{run['command']}`.",
+    )
 
 
 COLUMN = "\x00"

@@ -17,13 +17,16 @@ HALVES = 32
 """Minimum ratio of the bytes of sums in half precision to the bytes that small sums add to them."""
 
 
-def small_sums(collectives: Sequence[Collective], xp: Any, size: int) -> dict[int, Reduce]:
-    """The float32 sums and means that share the message of a round's other collectives, by index; empty if none do.
+def small_sums(
+    collectives: Sequence[Collective], xp: Any, rank: int, size: int
+) -> tuple[dict[int, Reduce], list[Collective]]:
+    """The float32 sums and means that share the message of a round's other collectives, by index.
 
-    Every worker receives the terms of all workers and adds them up in rank order.
+    Every worker receives the terms of all workers, by a collective that takes their place, and adds them up in rank
+    order. Both results are empty if no sums share a message.
     """
     if not xp.mutable:
-        return {}
+        return {}, []
     found: dict[int, Reduce] = {}
     for index, each in enumerate(collectives):
         if not isinstance(each, Reduce) or each.op not in ("sum", "mean"):
@@ -32,11 +35,13 @@ def small_sums(collectives: Sequence[Collective], xp: Any, size: int) -> dict[in
             found[index] = each
     carriers = _carriers(collectives, xp, size) if found else []
     if not carriers:
-        return {}
+        return {}, []
     room = sum(xp.nbytes(array) for each in carriers for array in arrays_of(each))
     nbytes = sum(xp.nbytes(array) for each in found.values() for array in each.arrays)
     added = HALVES * 2 * size * nbytes if isinstance(carriers[0], Reduce) else GATHERED * (size - 2) * nbytes
-    return found if nbytes <= LARGEST and added <= room else {}
+    if nbytes > LARGEST or added > room:
+        return {}, []
+    return found, [_terms(found, carriers[0], xp, rank, size)]
 
 
 def _carriers(collectives: Sequence[Collective], xp: Any, size: int) -> Sequence[Collective]:
@@ -49,10 +54,9 @@ def _carriers(collectives: Sequence[Collective], xp: Any, size: int) -> Sequence
     return [each for each in sums if all(xp.dtype(array) in ("float16", "bfloat16") for array in each.arrays)]
 
 
-def carrier(others: Sequence[Collective], sums: Mapping[int, Reduce], xp: Any, rank: int, size: int) -> Collective:
-    """A collective that sends the terms of `small_sums` to all workers, in the message of ``others``."""
+def _terms(sums: Mapping[int, Reduce], first: Collective, xp: Any, rank: int, size: int) -> Collective:
+    # A collective like ``first`` that sends the terms to all workers.
     terms = xp.concat([xp.reshape(array, (-1,)) for each in sums.values() for array in each.arrays])
-    first, *_ = _carriers(others, xp, size)
     if isinstance(first, Gather):
         return Gather((terms,))
     if isinstance(first, AllToAll):
@@ -64,7 +68,7 @@ def carrier(others: Sequence[Collective], sums: Mapping[int, Reduce], xp: Any, r
 
 
 def added_up(terms: Sequence[Any], sums: Mapping[int, Reduce], xp: Any, size: int) -> dict[int, tuple[Array, ...]]:
-    """The results of `small_sums`, by index. ``terms``: the result of the `carrier`."""
+    """The results of `small_sums`, by index. ``terms``: the result of their collective."""
     if len(terms) == 1 < size:
         rows = xp.buffers.from_bytes(xp.cast(terms[0], "uint8"), "float32", (size, -1))
         terms = [(rows[worker],) for worker in range(size)]

@@ -17,7 +17,7 @@ from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Redu
 from grace.core.dtypes import ITEMSIZE
 from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offsets
 from grace.core.grid import Grid
-from grace.transports.carried import added_up, carrier, small_sums
+from grace.transports.carried import added_up, small_sums
 from grace.transports.packer import Packer
 
 Wait = Callable[[], Any]
@@ -158,11 +158,9 @@ class MessageTransport(Divided):
 
     def begin(self, collectives: Sequence[Collective], name: str) -> Wait:
         """`start`, for collectives among this transport's own workers."""
-        carried = small_sums(collectives, self.xp, self.size)
+        carried, shared = small_sums(collectives, self.xp, self.rank, self.size)
         others = [index for index in range(len(collectives)) if index not in carried]
-        sent = [collectives[index] for index in others]
-        if carried:
-            sent.append(carrier(sent, carried, self.xp, self.rank, self.size))
+        sent = [*(collectives[index] for index in others), *shared]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, collective in enumerate(sent):
             groups.setdefault(_kind(collective), []).append(index)

@@ -181,12 +181,7 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
             assert launcher.poll() is None, f"{command} ended before {at!r}:\n{log.read_text()[-5000:]}"
             assert time.monotonic() < end, f"{command} has not come to {at!r}:\n{log.read_text()[-5000:]}"
             time.sleep(0.05)
-        (victim,) = [
-            process
-            for process in psutil.Process(launcher.pid).children(recursive=True)
-            if process.exe() == os.path.realpath(sys.executable)
-            and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
-        ]
+        (victim,) = filter(_on_other_host, psutil.Process(launcher.pid).children(recursive=True))
         time.sleep(0.3)  # kill in the next epoch, during the commit of the epoch in ``at``
         victim.kill()
 
@@ -195,6 +190,15 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
     launch = [horovodrun, "--host-discovery-script", hosts, *flags, *rest]
     limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # survivors notice a death after this time
     return run(*launch, *command, log=log, timeout=timeout, meanwhile=kill_one, **limit)
+
+
+def _on_other_host(process: psutil.Process) -> bool:
+    # Whether a process is the worker of host 127.0.0.1. Scripts that discover hosts come and go meanwhile.
+    try:
+        python = process.exe() == os.path.realpath(sys.executable)
+        return python and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
+    except psutil.NoSuchProcess:
+        return False
 
 
 def save(out: str, rank: int, found: Any) -> None:

@@ -103,7 +103,7 @@ def three_workers(memory):
     graces, x = workers({"compressor": "topk", "compress_ratio": 0.34, **memory, **SMALL}, 3), np.ones(3)
     for grace in graces:
         grace.build({"w": x.astype(np.float32)})
-    for _ in range(1500):
+    for _ in range(2000):
         gradients = [{"w": (2 * (v @ x) * v + x / 2).astype(np.float32)} for v in a]
         x = x - 0.02 * lockstep(graces, gradients)[0]["w"].astype(np.float64)
         if abs(x).max() > 1e9:
@@ -123,7 +123,7 @@ def test_topk_needs_its_memory():
 @pytest.mark.parametrize("name", ["ef21", "econtrol"])
 def test_a_refreshed_mean_descends_below_the_rounding_of_the_first_gradients(name):
     assert three_workers({"memory": name}) > 1e-8
-    assert three_workers({"memory": name, "refresh": 100}) < 1e-14
+    assert three_workers({"memory": name, "refresh": 100}) < 1e-19
 
 
 def rare_and_large(compressor):

@@ -326,8 +326,8 @@ def lab() -> Iterator[tuple[str, str]]:
         cells = [f"{found[case, link]['seconds']:.2f}" if (case, link) in found else "" for link in links]
         eight = found[case, (8, 0.0)]
         yield "benchmarks-lab", f"| {name} | {' | '.join(cells)} | {max(eight['tx'], eight['rx']) / 1e6:.2f} |"
-    int4, two, half = "grace-torch-int4-2stage", "grace-torch-int4-2levels", "ddp-fp16"
-    eden, far = "grace-torch-eden3", "grace-torch-eden3-2levels"
+    half, int4, int4_two = "ddp-fp16", "grace-torch-int4-2stage", "grace-torch-int4-2levels"
+    eden, eden_two = "grace-torch-eden3", "grace-torch-eden3-2levels"
     grown = [found[case, (16, 0.0)]["tx"] / found[case, (8, 0.0)]["tx"] - 1 for case in (int4, eden, half)]
     yield say(
         "benchmarks-lab",
@@ -342,8 +342,9 @@ def lab() -> Iterator[tuple[str, str]]:
     ]
     spans = [f"{min(each):.2f} to {max(each):.2f} s" for each in took]
     yield say("benchmarks-lab", f"compression takes {spans[0]} of a step with 8 hosts, {spans[1]} with 16.")
-    times = [[found[case, (16, delay)]["seconds"] for delay in (0.0, 5.0, 20.0)] for case in (int4, two, eden, far)]
-    saved = [[1 - b / a for a, b in zip(*times[pair : pair + 2], strict=True)] for pair in (0, 2)]
+    cases = (int4, int4_two, eden, eden_two)
+    times = [[found[case, (16, delay)]["seconds"] for delay in (0.0, 5.0, 20.0)] for case in cases]
+    saved = [[1 - two / one for one, two in zip(*times[pair : pair + 2], strict=True)] for pair in (0, 2)]
     gains = [f"{each * 100:.0f} %".replace("-", "−") for both in saved for each in both]
     yield say(
         "benchmarks-lab",
@@ -351,11 +352,11 @@ def lab() -> Iterator[tuple[str, str]]:
         f"{gains[3]}, {gains[4]} and {gains[5]}.",
     )
     run = json.loads((STORE / "auto-torch-8.json").read_text())
-    took = {row["method"]: f"{row['seconds_to_relative']:.0f} s" for row in run["results"]}
+    reached = {row["method"]: f"{row['seconds_to_relative']:.0f} s" for row in run["results"]}
     yield say(
         "benchmarks-lab",
-        f"after {took['dense']} in float32, {took['fp16']} with DDP's fp16, {took['auto']} with `auto`,",
-        f"{took['blockint:bits=4']} with int4 (`auto-torch-8.json`):\n`{run['command']}`.",
+        f"after {reached['dense']} in float32, {reached['fp16']} with DDP's fp16, {reached['auto']} with `auto`,",
+        f"{reached['blockint:bits=4']} with int4 (`auto-torch-8.json`):\n`{run['command']}`.",
     )
 
 

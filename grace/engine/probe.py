@@ -12,8 +12,8 @@ from grace.core.policy import Noise
 
 WHOLE, LEAST = 4096, 256
 """A sample has all of a tensor of at most ``WHOLE`` elements, since a few may have most of the norm, as those of
-frequent words in the bias of a softmax. Of a larger one it has at least ``LEAST``: one element in 128 up to 2048, then
-one in 512."""
+frequent words in the bias of a softmax. Of a larger one it has one element in 128, at least ``LEAST`` and at most 2048,
+or one in 512 if that is more."""
 
 
 def positions(name: str, size: int) -> list[int]:

@@ -20,10 +20,10 @@ HALVES = 32
 def small_sums(
     collectives: Sequence[Collective], xp: Any, rank: int, size: int
 ) -> tuple[dict[int, Reduce], list[Collective]]:
-    """The float32 sums and means that share the message of a round's other collectives, by index.
+    """The float32 sums and means that share the message of a round's other collectives, and what sends them.
 
-    Every worker receives the terms of all workers, by a collective that takes their place, and adds them up in rank
-    order. Both results are empty if no sums share a message.
+    It sends the terms of each worker to all, which add them up in rank order. The sums are given by index. Both results
+    are empty if no sums share a message.
     """
     if not xp.mutable:
         return {}, []

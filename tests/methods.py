@@ -61,6 +61,17 @@ def rows(chosen: Callable[[Any], Any] = lambda row: True) -> Any:
     return pytest.mark.parametrize("row", [row for row in ROWS if chosen(row)], ids=str)
 
 
+def rows_everywhere(chosen: Callable[[Any], Any] = lambda row: True) -> Any:
+    """Decorator: run a test, which uses the fixture ``xp``, for each row for which ``chosen`` is true.
+
+    On TensorFlow only the first such row of each method: a law compares the payloads of all rows with NumPy's.
+    """
+    some = [row for row in ROWS if chosen(row)]
+    first = {row.name: row for row in reversed(some)}.values()
+    of = [(row, name) for name in BACKENDS for row in some if name != "tensorflow" or row in first]
+    return pytest.mark.parametrize("row, xp", of, ids=[f"{name}-{row}" for row, name in of], indirect=["xp"])
+
+
 def exchanges(chosen: Callable[[Any, str], Any] = lambda row, communicator: True, few: bool = False) -> Any:
     """Decorator: run a test, which uses the fixture ``xp``, for each row with each communicator that fits it.
 

@@ -23,6 +23,7 @@ from methods import (
     parts,
     receive,
     rows,
+    rows_everywhere,
     same,
     send,
     spread,
@@ -41,6 +42,7 @@ from grace.core.method import Method
 from grace.core.registry import communicators, compressors
 from grace.memories.none import NoMemory
 from grace.testing import compressor_laws
+from grace.testing.exchanges import LAWS as exchange_laws
 from grace.transports.local import LocalTransport
 
 
@@ -86,13 +88,15 @@ def test_what_a_method_says_of_itself(row):
 
 ALWAYS = {"toolkits_agree_with_numpy", "a_step_is_traced_once"}
 """Laws that TensorFlow is held to with every row: what NumPy is held to follows for it, and graphs are its own."""
+OF_EXCHANGES = set(exchange_laws) - ALWAYS
+"""Laws that depend on a method's kind more than on its settings."""
 
 
 def laws():
     """Pairs of a row and the laws to check, for one toolkit.
 
-    TensorFlow's eager operations take twenty times as long as NumPy's. So there the rows of a method share most laws;
-    the remaining checks are marked exhaustive. Other toolkits check all laws with all rows.
+    The rows of a method share the laws of exchanges, and all but two on TensorFlow, whose eager operations take twenty
+    times as long as NumPy's: each row checks some of them. The remaining checks are marked exhaustive.
     """
     for name in BACKENDS:
         of_method = Counter()
@@ -100,10 +104,10 @@ def laws():
             checks = list(compressor_laws(parts(row).compressor, [name])) if name == "numpy" or row.everywhere else []
             if not checks:
                 continue
-            few = checks
-            if name == "tensorflow":
-                turn, count = of_method[row.name], sum(other.everywhere for other in ROWS if other.name == row.name)
-                few = [each for i, each in enumerate(checks) if each.law in ALWAYS or i % count == turn]
+            turn = of_method[row.name]
+            count = sum(name == "numpy" or other.everywhere for other in ROWS if other.name == row.name)
+            shared = {check.law for check in checks} - ALWAYS if name == "tensorflow" else OF_EXCHANGES
+            few = [each for i, each in enumerate(checks) if each.law not in shared or i % count == turn]
             of_method[row.name] += 1
             rest = [each for each in checks if each not in few]
             yield pytest.param(row, few, id=f"{name}-{row}")
@@ -131,7 +135,7 @@ def test_every_method_is_held_to_every_law(name):
 
 
 # -- payloads ------------------------------------------------------------------------------------------------------
-@rows(lambda row: row.nbytes)
+@rows_everywhere(lambda row: row.nbytes)
 def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
     method = parts(row)
     for shape in shapes(row):
@@ -146,7 +150,7 @@ def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
         assert all(len(xp.shape(array)) >= 1 for array in payload)
 
 
-@rows(lambda row: not row.matrix)
+@rows_everywhere(lambda row: not row.matrix)
 def test_same_key_same_payload_and_another_step_another_one(row, xp):
     method, n = parts(row), 1000
     x = spread(n)
@@ -194,7 +198,7 @@ BAD = {
 }
 
 
-@rows()
+@rows_everywhere()
 def test_a_lone_bad_element_is_seen(row, xp):
     # All other elements are zero: a sparse method need not send any of them.
     method = parts(row)

@@ -404,14 +404,15 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 
 def _over_communicators(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
-        # Communicators are the same code on all toolkits, so the slower ones run only two.
-        few = (usual_communicator(compressor), "twostage")
+        # Communicators are the same code on all toolkits, so the slower ones run the usual one; graphs contain two.
+        few = (usual_communicator(compressor), *(["twostage"] if graphs else []))
         for communicator in fitting(compressor):
             if fully(xp) or name_of(communicator) in few:
                 check(communicator, compressor, xp)
 
+    graphs = getattr(check, "graphs", False)
     over.__name__, over.__doc__ = check.__name__, check.__doc__
-    over.graphs = getattr(check, "graphs", False)  # type: ignore[attr-defined]
+    over.graphs = graphs  # type: ignore[attr-defined]
     LAWS.add(over)
 
 

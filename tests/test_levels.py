@@ -203,11 +203,12 @@ def test_a_group_has_the_bits_of_its_tensors(name, size, levels, min_shard):
 def test_a_group_computes_what_the_plain_functions_do(name, toolkit, monkeypatch):
     """The law of communicators: an exchange of a group equals `reduce` of each tensor, and keeps the same state."""
     xp, params, sizes = backend(toolkit), twostage(METHODS[name], 2, min_shard=600), (1, 9, 513, 5000)
-    graces = team(params, 6, xp, sizes)
+    size, steps = (4, 2) if toolkit == "tensorflow" else (6, 3)  # TensorFlow's eager operations are slow
+    graces = team(params, size, xp, sizes)
     monkeypatch.setenv("GRACE_KERNELS", "off")
-    plain = team(params, 6, xp, sizes)
+    plain = team(params, size, xp, sizes)
     monkeypatch.delenv("GRACE_KERNELS")
-    for number in (1, 2, 3):
+    for number in range(1, steps + 1):
         change = poison(xp) if number == 2 else None
         found = step(graces, xp, number, change, sizes)
         monkeypatch.setenv("GRACE_KERNELS", "off")

@@ -21,6 +21,7 @@ import psutil
 
 TESTS = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
+IMPORTED = {"torch": "torch._dynamo", "tensorflow": "tensorflow"}  # optimizers of PyTorch import _dynamo
 
 
 def launcher(name: str, size: int) -> list[str]:
@@ -106,11 +107,11 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-def alone(script: Path) -> list[str]:
-    """The command line that runs a script of PyTorch as the only worker, RANK=0, forked as by `launch`."""
+def alone(script: Path, toolkit: str = "torch") -> list[str]:
+    """The command line that runs a script of a toolkit as the only worker, RANK=0, forked as by `launch`."""
     if sys.platform == "linux":
-        _serve("torch", "0", "torch._dynamo")
-        return [*_client("torch"), str(script)]
+        _serve(toolkit, "0", IMPORTED[toolkit])
+        return [*_client(toolkit), str(script)]
     return [sys.executable, str(script)]
 
 
@@ -121,7 +122,7 @@ def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[s
     either = "import tensorflow" in source and name == "horovodrun" and "torch" not in args
     toolkit = "tensorflow" if either and ("import torch" not in source or "tensorflow" in args) else "torch"
     for rank in range(size):
-        _serve(toolkit, str(rank), "torch._dynamo" if toolkit == "torch" else toolkit)  # optimizers import _dynamo
+        _serve(toolkit, str(rank), IMPORTED[toolkit])
     worker = _client(toolkit)
     if name == "horovodrun":
         # horovodrun imports Horovod's extension for TensorFlow in every launch, to check for Gloo.

@@ -123,7 +123,8 @@ if __name__ == "__main__":
     if what == "run":
         code = request(where, others)
         if code < 0:  # ended by a signal: return the code that launchers report
-            signal.signal(-code, signal.SIG_DFL)
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         sys.exit(code)
     become(serve(where, others))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,14 +22,16 @@ import psutil
 
 TESTS = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
+LOG = "GRACE_TEST_LOG"
+"""An environment variable that tells the workers of one launch from others."""
 IMPORTED = {"torch": "torch._dynamo", "tensorflow": "tensorflow"}  # optimizers of PyTorch import _dynamo
 
 
-def launcher(name: str, size: int) -> list[str]:
-    """The command line that starts ``size`` workers, up to the script."""
+def launcher(name: str, size: int, options: Sequence[str] = ()) -> list[str]:
+    """The command line that starts ``size`` workers, up to the script; ``options``: more of the launcher's."""
     if name == "horovodrun":
-        return [str(BIN / "horovodrun"), "-np", str(size), "--gloo", sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        return [str(BIN / "horovodrun"), "-np", str(size), "--gloo", *options, sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *options]
 
 
 def free_port() -> int:
@@ -101,10 +104,16 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
 
     Workers are forked from processes that have imported their toolkit (see forks.py), where the system can.
     """
-    path = TESTS / "workers" / script
-    command = _forked(name, size, path, args) if sys.platform == "linux" else launcher(name, size)
-    run(*command, path, out, *args, log=out / "output.txt", timeout=timeout)
+    command = command_of(name, size, TESTS / "workers" / script, out, *args)
+    run(*command, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def command_of(name: str, size: int, script: Path, *args: Any, options: Sequence[str] = ()) -> list[Any]:
+    """The command line that runs a script on ``size`` workers, forked as by `launch`; ``options``: the launcher's."""
+    linux = sys.platform == "linux"
+    command = _forked(name, size, script, args, options) if linux else launcher(name, size, options)
+    return [*command, script, *args]
 
 
 def alone(script: Path, toolkit: str = "torch") -> list[str]:
@@ -115,11 +124,11 @@ def alone(script: Path, toolkit: str = "torch") -> list[str]:
     return [sys.executable, str(script)]
 
 
-def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[str]:
+def _forked(name: str, size: int, script: Path, args: Sequence[Any], options: Sequence[str]) -> list[str]:
     # The command line of `launcher`, but servers fork the workers, and also the launcher itself if it imports PyTorch.
     source = script.read_text()
     # Keras reads its backend when TensorFlow imports it, and TensorFlow has no transport under torchrun.
-    either = "import tensorflow" in source and name == "horovodrun" and "torch" not in args
+    either = re.search("import (tensorflow|keras)", source) and name == "horovodrun" and "torch" not in args
     toolkit = "tensorflow" if either and ("import torch" not in source or "tensorflow" in args) else "torch"
     for rank in range(size):
         _serve(toolkit, str(rank), IMPORTED[toolkit])
@@ -127,10 +136,10 @@ def _forked(name: str, size: int, script: Path, args: tuple[str, ...]) -> list[s
     if name == "horovodrun":
         # horovodrun imports Horovod's extension for TensorFlow in every launch, to check for Gloo.
         _serve("horovodrun", "launcher", "horovod.runner.launch", "horovod.tensorflow")
-        _, *options, _ = launcher(name, size)
-        return [*_client("horovodrun"), "-m", "horovod.runner.launch", *options, *worker]
+        _, *given, _ = launcher(name, size, options)
+        return [*_client("horovodrun"), "-m", "horovod.runner.launch", *given, *worker]
     _serve("torch", "launcher", "torch.distributed.run")
-    _, *torchrun = launcher(name, size)
+    _, *torchrun = launcher(name, size, options)
     return [*_client("torch"), *torchrun, "--no-python", *worker]
 
 
@@ -167,8 +176,8 @@ def _serve(toolkit: str, name: str, *modules: str) -> None:
         time.sleep(0.01)
 
 
-def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
-    """Run a command on 4 elastic Horovod workers; one is killed once the log contains ``at``, and another joins later.
+def elastic(script: Path, *args: Any, log: Path, at: str, timeout: float = 600) -> str:
+    """Run a script on 4 elastic Horovod workers; one is killed once the log contains ``at``, and another joins later.
 
     The killed worker and its successor are alone on their "host", so that the others stay.
     """
@@ -179,26 +188,25 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 600) -> str:
     def kill_one(launcher: subprocess.Popen[bytes]) -> None:
         end = time.monotonic() + timeout
         while at not in log.read_text():
-            assert launcher.poll() is None, f"{command} ended before {at!r}:\n{log.read_text()[-5000:]}"
-            assert time.monotonic() < end, f"{command} has not come to {at!r}:\n{log.read_text()[-5000:]}"
+            assert launcher.poll() is None, f"{script} ended before {at!r}:\n{log.read_text()[-5000:]}"
+            assert time.monotonic() < end, f"{script} has not come to {at!r}:\n{log.read_text()[-5000:]}"
             time.sleep(0.05)
-        (victim,) = filter(_on_other_host, psutil.Process(launcher.pid).children(recursive=True))
+        (victim,) = (process for process in psutil.process_iter() if _on_other_host(process, str(log)))
         time.sleep(0.3)  # kill in the next epoch, during the commit of the epoch in ``at``
         victim.kill()
 
     flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]
-    horovodrun, *rest = launcher("horovodrun", 4)
-    launch = [horovodrun, "--host-discovery-script", hosts, *flags, *rest]
-    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # survivors notice a death after this time
-    return run(*launch, *command, log=log, timeout=timeout, meanwhile=kill_one, **limit)
+    command = command_of("horovodrun", 4, script, *args, options=["--host-discovery-script", str(hosts), *flags])
+    more = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20", LOG: str(log)}  # survivors notice a death after 20 s
+    return run(*command, log=log, timeout=timeout, meanwhile=kill_one, **more)
 
 
-def _on_other_host(process: psutil.Process) -> bool:
-    # Whether a process is the worker of host 127.0.0.1. Scripts that discover hosts come and go meanwhile.
+def _on_other_host(process: psutil.Process, log: str) -> bool:
+    # Whether a process is the worker of host 127.0.0.1, or has it forked. Other processes come and go meanwhile.
     try:
-        python = process.exe() == os.path.realpath(sys.executable)
-        return python and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
-    except psutil.NoSuchProcess:
+        environment = process.environ()
+        return environment.get("HOROVOD_HOSTNAME") == "127.0.0.1" and environment.get(LOG) == log
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
 

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from launch import launcher, run
+from launch import command_of, run
 from support.examples import EXAMPLES, PARAMETERS
 
 from grace.engine.record import read
@@ -31,7 +31,7 @@ def check(path, toolkit, workers, epochs, least_ratio):
 def test_torch_over_horovod(tmp_path):
     out = tmp_path / "result.json"
     options = ["--epochs", 2, "--json", out]
-    printed = run(*launcher("horovodrun", 2), EXAMPLES / "digits_torch.py", *options, log=tmp_path / "log")
+    printed = run(*command_of("horovodrun", 2, EXAMPLES / "digits_torch.py", *options), log=tmp_path / "log")
     check(out, "PyTorch", 2, 2, 35)
     assert "topk + residual + allgather | worker 0 of 2" in printed
 
@@ -39,14 +39,14 @@ def test_torch_over_horovod(tmp_path):
 def test_torch_over_torch_distributed(tmp_path):
     out = tmp_path / "result.json"
     options = ["--method", "efsignsgd", "--epochs", 2, "--json", out]
-    run(*launcher("torchrun", 2), EXAMPLES / "digits_torch.py", *options, log=tmp_path / "log")
+    run(*command_of("torchrun", 2, EXAMPLES / "digits_torch.py", *options), log=tmp_path / "log")
     check(out, "PyTorch", 2, 2, 25)
 
 
 def test_local_training_over_torch_distributed(tmp_path):
     out = tmp_path / "result.json"
     options = ["--method", "qsgd", "--every", 4, "--fragments", 2, "--delay", 1, "--epochs", 2, "--json", out]
-    printed = run(*launcher("torchrun", 2), EXAMPLES / "local_torch.py", *options, log=tmp_path / "log")
+    printed = run(*command_of("torchrun", 2, EXAMPLES / "local_torch.py", *options), log=tmp_path / "log")
     check(out, "PyTorch", 2, 2, 12)
     assert "every 4 steps, 2 fragments" in printed
 
@@ -61,23 +61,22 @@ def test_torch_alone(tmp_path):
 def test_keras_over_horovod(tmp_path):
     out = tmp_path / "result.json"
     options = ["--method", "powersgd", "--epochs", 2, "--json", out]
-    run(*launcher("horovodrun", 2), EXAMPLES / "digits_keras.py", *options, log=tmp_path / "log")
+    run(*command_of("horovodrun", 2, EXAMPLES / "digits_keras.py", *options), log=tmp_path / "log")
     check(out, "Keras on TensorFlow", 2, 2, 25)
 
 
 def test_keras_on_pytorch_over_torch_distributed(tmp_path):
     out = tmp_path / "result.json"
     options = ["--method", "powersgd", "--epochs", 2, "--json", out]
-    command = [*launcher("torchrun", 2), EXAMPLES / "digits_keras.py", *options]
+    command = command_of("torchrun", 2, EXAMPLES / "digits_keras.py", *options)
     run(*command, log=tmp_path / "log", KERAS_BACKEND="torch")
     check(out, "Keras on PyTorch", 2, 2, 25)
 
 
 def test_a_pipeline_over_torch_distributed(tmp_path):
     out = tmp_path / "result.json"
-    printed = run(
-        *launcher("torchrun", 2), EXAMPLES / "stages_torch.py", "--epochs", 2, "--json", out, log=tmp_path / "log"
-    )
+    command = command_of("torchrun", 2, EXAMPLES / "stages_torch.py", "--epochs", 2, "--json", out)
+    printed = run(*command, log=tmp_path / "log")
     found = json.loads(out.read_text())
     assert found["accuracy"] > 0.7
     assert [(edge["edge"], edge["direction"]) for edge in found["edges"]] == [("0-1", "forward"), ("0-1", "backward")]
@@ -106,7 +105,8 @@ def resumed(tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     script = EXAMPLES.parent / "tests" / "workers" / "ray_train.py"
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted workers find the dead ones' addresses
-    printed = run(*launcher("torchrun", 2), "--max-restarts=1", script, out, log=out / "log", **environment)
+    command = command_of("torchrun", 2, script, out, options=["--max-restarts=1"])
+    printed = run(*command, log=out / "log", **environment)
     assert "exitcode: -9" in printed
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 

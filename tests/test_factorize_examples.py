@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import launcher, run
+from launch import command_of, run
 
 pytestmark = pytest.mark.processes
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def test_over_two_workers(script, launch, tmp_path):
     out = tmp_path / "result.json"
     options = ["--forms", "dense", "hybrid", "--json", out]
-    printed = run(*launcher(launch, 2), EXAMPLES / f"pufferfish_{script}.py", *options, log=tmp_path / "log")
+    printed = run(*command_of(launch, 2, EXAMPLES / f"pufferfish_{script}.py", *options), log=tmp_path / "log")
     found = json.loads(out.read_text())
     dense, hybrid = found["rows"]
     assert found["workers"] == 2

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from launch import TESTS, elastic, free_port, launch, launcher, run
+from launch import TESTS, command_of, elastic, free_port, launch, run
 from launch import end as stop
 
 pytestmark = pytest.mark.processes
@@ -26,8 +26,8 @@ def load(out, size):
 def faults(request, tmp_path_factory):
     """The findings of two workers, their output, and the seconds between the last fault and the end of the job."""
     out, name = tmp_path_factory.mktemp("faults"), {"torch": "torchrun", "horovod": "horovodrun"}[request.param]
-    script = TESTS / "workers" / "faults.py"
-    printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", fails=True)
+    command = command_of(name, 2, TESTS / "workers" / "faults.py", out, request.param)
+    printed = run(*command, log=out / "log", fails=True)
     ended = time.time()
     return request.param, load(out, 2), printed, ended - float(re.search(r"raised at ([\d.]+)", printed)[1])
 
@@ -122,8 +122,7 @@ def test_a_link_that_is_cut_for_10_seconds_changes_nothing(tmp_path):
 
 # -- workers that die and are started again ----------------------------------------------------------------------------
 def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
-    name, *rest = launcher("torchrun", 2)
-    command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
+    command = command_of("torchrun", 2, TESTS / "workers" / "restart.py", tmp_path, options=["--max-restarts=1"])
     # Otherwise restarted workers find the addresses of dead ones (PyTorch's issue 135712).
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     printed = run(*command, log=tmp_path / "log", **environment)
@@ -134,7 +133,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 
 
 def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
-    command = [*launcher("horovodrun", 2), TESTS / "workers" / "restart_keras.py", tmp_path]
+    command = command_of("horovodrun", 2, TESTS / "workers" / "restart_keras.py", tmp_path)
     with pytest.raises(AssertionError, match="ended with"):
         run(*command, 10, log=tmp_path / "first")
     assert not (tmp_path / "0.pickle").exists()

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import launcher, run
+from launch import command_of, run
 
 pytestmark = pytest.mark.processes
 PAGE = Path(__file__).parents[1] / "docs" / "save-and-resume.md"
@@ -34,7 +34,7 @@ def test_a_run_that_is_stopped_and_loses_a_file_ends_where_an_undisturbed_one_en
         (folder / "train.py").write_text(script(heading))
         monkeypatch.chdir(folder)
         for number, stop in enumerate(stops):
-            printed = run(*launcher(how, 2), folder / "train.py", stop, log=folder / f"log-{number}")
+            printed = run(*command_of(how, 2, folder / "train.py", stop), log=folder / f"log-{number}")
             lost = folder / "checkpoints" / "step-000000032" / "worker-00001-of-00002.grace"
             if stop == "4" and lost.exists():  # as if worker 1 had died while saving: resume from the previous one
                 lost.unlink()

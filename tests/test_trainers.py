@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
-from launch import launcher, run
+from launch import command_of, run
 from support.examples import EXAMPLES, PARAMETERS
 from torch import nn
 
@@ -21,7 +21,7 @@ EPOCHS, STEPS = 3, 1297 // 2 // 32
 def test_a_trainer_learns_and_sends_less(tmp_path, trainer, prefix):
     pytest.importorskip(trainer)
     options = ["--method", "powersgd", "--epochs", EPOCHS]
-    printed = run(*launcher("torchrun", 2), EXAMPLES / f"{trainer}_torch.py", *options, log=tmp_path / "log")
+    printed = run(*command_of("torchrun", 2, EXAMPLES / f"{trainer}_torch.py", *options), log=tmp_path / "log")
     accuracy, ratio = re.findall(r"test accuracy ([\d.]+), ratio ([\d.]+)", printed)[-1]
     assert 0.6 < float(accuracy) <= 1  # chance is 0.1
     assert float(ratio) > 25
@@ -34,7 +34,7 @@ def test_a_trainer_learns_and_sends_less(tmp_path, trainer, prefix):
 def test_trl_learns_and_sends_less(tmp_path):
     pytest.importorskip("trl")
     options = ["--steps", 30, "--folder", tmp_path]
-    printed = run(*launcher("torchrun", 2), EXAMPLES / "trl_torch.py", *options, log=tmp_path / "log")
+    printed = run(*command_of("torchrun", 2, EXAMPLES / "trl_torch.py", *options), log=tmp_path / "log")
     ((first, last, ratio),) = re.findall(r"loss ([\d.]+) -> ([\d.]+), ratio ([\d.]+)", printed)
     assert float(last) < 0.7 * float(first)
     assert float(ratio) > 5
@@ -42,7 +42,7 @@ def test_trl_learns_and_sends_less(tmp_path):
 
 def test_transformers_trainer_learns_resumes_and_sends_less(tmp_path):
     pytest.importorskip("transformers")
-    script = [*launcher("torchrun", 2), EXAMPLES / "trainer_torch.py", "--folder", tmp_path]
+    script = command_of("torchrun", 2, EXAMPLES / "trainer_torch.py", "--folder", tmp_path)
     printed = run(*script, "--steps", 60, log=tmp_path / "log")
     (found,) = re.findall(r"^loss ([\d.]+), ratio ([\d.]+)", printed, re.MULTILINE)
     assert float(found[0]) < 4, "that of guessing is 4.6"

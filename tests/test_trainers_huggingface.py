@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from launch import TESTS, launch, launcher, run
+from launch import TESTS, command_of, launch, run
 from support.sharding import ON_CPUS
 
 pytestmark = pytest.mark.processes
@@ -15,7 +15,8 @@ WORKER = "trainer_huggingface.py"
 def found(tmp_path_factory):
     pytest.importorskip("trl")
     out = tmp_path_factory.mktemp("out")
-    printed = run(*launcher("torchrun", 2), TESTS / "workers" / WORKER, out, "kill", log=out / "killed.txt", fails=True)
+    command = command_of("torchrun", 2, TESTS / "workers" / WORKER, out, "kill")
+    printed = run(*command, log=out / "killed.txt", fails=True)
     assert "exitcode  : -9" in printed
     return launch("torchrun", 2, WORKER, out)
 

@@ -63,7 +63,7 @@ def test_interpreted_in_every_combination(name, least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, pytest.param(90, marks=pytest.mark.exhaustive)])
 def test_compiled(architecture, tmp_path):
     assert passing("triton_compiled.py", "-k", f"{architecture} or tried or full", TRITON_CACHE_DIR=str(tmp_path)) == 15
 

@@ -204,8 +204,8 @@ def elastic(script: Path, *args: Any, log: Path, at: str, timeout: float = 600) 
 def _on_other_host(process: psutil.Process, log: str) -> bool:
     # Whether a process is the worker of host 127.0.0.1, or has it forked. Other processes come and go meanwhile.
     try:
-        environment = process.environ()
-        return environment.get("HOROVOD_HOSTNAME") == "127.0.0.1" and environment.get(LOG) == log
+        python, environment = process.exe() == os.path.realpath(sys.executable), process.environ()
+        return python and environment.get("HOROVOD_HOSTNAME") == "127.0.0.1" and environment.get(LOG) == log
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -404,7 +404,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 
 def _over_communicators(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
-        # Communicators are the same code on all toolkits, so the slower ones run the usual one; graphs contain two.
+        # Communicators are the same code on all toolkits: the slower ones run the usual one, and in graphs a second.
         few = (usual_communicator(compressor), *(["twostage"] if graphs else []))
         for communicator in fitting(compressor):
             if fully(xp) or name_of(communicator) in few:
